@@ -96,7 +96,8 @@ class _Walk:
                 for wait in ins.host_waits:
                     # Before the first periods there is nothing to wait for.
                     if period >= wait.lag:
-                        told, streams = passed[wait.producer, period - wait.lag], known.ahead
+                        told = passed[wait.producer, period - wait.lag]
+                        streams = known.ahead
                         known = _Known(
                             known.host | told.host,
                             known.done | told.done,
@@ -150,7 +151,8 @@ class HappensBefore:
     """
 
     def __init__(self, program: Program) -> None:
-        self.program, self.streams = program, program.streams
+        self.program = program
+        self.streams = program.streams
         self._on_host = {name for name, ins in program.instructions.items() if ins.on_host}
         self._walks: dict[int, _Walk] = {}
         self._answers: dict[tuple[str, str, int, bool], bool] = {}
@@ -231,7 +233,8 @@ class HappensBefore:
         if iterations not in self._walks:
             self._walks[iterations] = _Walk(self.program, self._order, iterations)
         # Of the iterations in this walk, the two asked for are the first and the last.
-        walk, i = self._walks[iterations], max(0, -distance)
+        walk = self._walks[iterations]
+        i = max(0, -distance)
         one, other = (self._stands_for.get(name, name) for name in (first, then))
         before = walk.device_before if on_device else walk.host_before
         found = bool(before[other, i + distance] & walk.bits[one] << i)

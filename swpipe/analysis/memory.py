@@ -78,12 +78,16 @@ class Footprint:
 def bytes_in_flight(before: HappensBefore, memory: TaskMemory) -> Footprint:
     """Return an upper bound on the memory that the iterations in flight hold."""
     plan = before.plan
-    blocks, places = memory.under(plan.keep), ReleasePlaces(before)
-    waits, several = before.streams and plan.names_streams, plan.most_workers > 1
+    blocks = memory.under(plan.keep)
+    places = ReleasePlaces(before)
+    waits = before.streams and plan.names_streams
+    several = plan.most_workers > 1
 
     def copies(block: Block) -> int:
         # How many iterations can hold the block at once.
-        end, goes, later = block.end, bool(block.users), block.later
+        end = block.end
+        goes = bool(block.users)
+        later = block.later
         if goes:
             end = places.after(block.users).task
         elif waits and block.attribute and not later and (block.removed or end == KEPT):
@@ -117,7 +121,8 @@ def memory_problems(
     before: HappensBefore, memory: TaskMemory, budget_bytes: int
 ) -> Iterator[Problem]:
     """Yield a problem if the budget is exceeded: the largest blocks, and what would fit."""
-    plan, streams = before.plan, before.streams
+    plan = before.plan
+    streams = before.streams
 
     def fits(changed: PipelinePlan) -> bool:
         # A smaller depth keeps other orders, so the plan is compiled again.

@@ -286,7 +286,8 @@ def _silent_apart(plan: PipelinePlan, effects: EffectTable) -> list[str]:
 
 def _where_in(plan: PipelinePlan, name: str) -> str:
     """Return the places of a task in the plan that differ from those of the loop's body."""
-    entry, last = plan.schedule[name], plan.max_stage
+    entry = plan.schedule[name]
+    last = plan.max_stage
     found = {
         f"stage {entry.stage} (the last is {last})": entry.stage != last,
         f"thread group {entry.thread_group!r}": entry.thread_group != DEFAULT_GROUP,
@@ -297,7 +298,8 @@ def _where_in(plan: PipelinePlan, name: str) -> str:
 
 def _shared(plan: PipelinePlan, names: Sequence[str], places: Sequence[Location]) -> str:
     """Return the text for tasks that share states with the body: what is wrong, and the mend."""
-    tasks, one = listed([repr(name) for name in names], most=4), len(names) == 1
+    tasks = listed([repr(name) for name in names], most=4)
+    one = len(names) == 1
     where = f"The plan has {names[0]!r} in {_where_in(plan, names[0])}"
     if places == (DRAWS,):
         return (
@@ -365,7 +367,9 @@ class Mends(NamedTuple):
     @classmethod
     def of(cls, plan: PipelinePlan, violation: Violation) -> Self:
         """Return the changes for a violation between two tasks."""
-        consumer, producer, distance = violation.consumer, violation.producer, violation.distance
+        consumer = violation.consumer
+        producer = violation.producer
+        distance = violation.distance
         # The lag s(consumer) - s(producer) + distance must be at least 0.
         s_c = plan.schedule[consumer].stage
         s_p = plan.schedule[producer].stage
@@ -414,7 +418,9 @@ def _name(stream: StreamRef) -> str:
 
 def _mend(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
     """Return the edge to add or, if the plan could not keep it, what stands in its way."""
-    consumer, producer, distance = violation.consumer, violation.producer, violation.distance
+    consumer = violation.consumer
+    producer = violation.producer
+    distance = violation.distance
     if mends is None:
         return "pull each batch after the iteration before it: pipeline_depth=1, and no pull_group"
     # The edge is there, but orders functions only, and the state is used by device work.

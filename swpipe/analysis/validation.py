@@ -88,7 +88,8 @@ def _tasks(plan: PipelinePlan, tasks: Sequence[object] | None) -> Iterator[Probl
     names = Counter([task.name for task in tasks if isinstance(task, PipelineTask)])
     for name in (name for name, count in names.items() if count > 1):
         yield Problem(f"task {name!r} is given {names[name]} times: names are unique", (name,))
-    scheduled, known = plan.schedule.keys(), listed([*names.elements()])
+    scheduled = plan.schedule.keys()
+    known = listed([*names.elements()])
     for name in names:
         if name not in scheduled:
             mend = "add it to the plan, or leave the task out"
@@ -103,7 +104,8 @@ def _tasks(plan: PipelinePlan, tasks: Sequence[object] | None) -> Iterator[Probl
 
 def _work(plan: PipelinePlan) -> Iterator[Problem]:
     far = max((distance for _, _, distance in plan.cross_iter_deps), default=0)
-    tasks, stages = len(plan.schedule), plan.max_stage + 1
+    tasks = len(plan.schedule)
+    stages = plan.max_stage + 1
     deps = len(plan.deps) + len(plan.cross_iter_deps) + len(plan.same_period_deps)
     # The compiler walks every task of every period, so its time grows with this product.
     if tasks * (stages + far) + deps > MOST_WORK:
@@ -185,7 +187,8 @@ def _workers(plan: PipelinePlan) -> Iterator[Problem]:
 
 def _depth(plan: PipelinePlan) -> Iterator[Problem]:
     # A plan of one stage still needs one iteration in flight.
-    least, depth = max(plan.least_depth, 1), plan.pipeline_depth
+    least = max(plan.least_depth, 1)
+    depth = plan.pipeline_depth
     depth = least if depth is None else depth
     if type(depth) is not int or depth < least:
         stage = max(plan.max_stage, 0)
@@ -206,7 +209,8 @@ def _depth(plan: PipelinePlan) -> Iterator[Problem]:
 
 
 def _entry(entry: TaskSchedule, device: str | None) -> list[str]:
-    found, stream = [], entry.stream
+    found = []
+    stream = entry.stream
     if type(entry.stage) is not int or not 0 <= entry.stage < MOST_ITERATIONS:
         rule = f"stages are integers from 0 to {MOST_ITERATIONS - 1}"
         found.append(f"stage is {shown(entry.stage)}; {rule}")
@@ -260,7 +264,8 @@ def _future_reads(plan: PipelinePlan) -> Iterator[Problem]:
     for dep in dependences_of(plan):
         # A negative lag: in the consumer's period, the producer has not run on that iteration yet.
         if dep.lag < 0:
-            consumer, producer = dep.consumer, dep.producer
+            consumer = dep.consumer
+            producer = dep.producer
             s_c = plan.schedule[consumer].stage
             s_p = plan.schedule[producer].stage
             later = ProposedStage(s_c - dep.lag, "later")

@@ -229,7 +229,8 @@ def verify_for_run(
     by_name = {task.name: task for task in given}
     in_order = tuple([by_name[name] for name in resolved.serial_order])
     # Compiled once: the checks, the pipeline and its drawings all use this program.
-    declared, releases = Declared.by(in_order), None
+    declared = Declared.by(in_order)
+    releases = None
     program = compile_plan(resolved, streams=streams, record_all=record_all)
     before = HappensBefore(program)
     # Undeclared tasks have no effects here, since the plan's order stands for their declaration.

@@ -42,7 +42,8 @@ def format_grid(
         raise ValueError(f"periods is {shown(periods)}: give how many to show, from 0")
     rows = [["", *(f"p{period}" for period in range(periods))]]
     for name in order:
-        entry, mark = plan.schedule[name], "!" if name in faulty else ""
+        entry = plan.schedule[name]
+        mark = "!" if name in faulty else ""
         # Task t works in period p on iteration p - s(t); before its stage, it has none.
         iterations = (period - entry.stage for period in range(periods))
         cells = [f"{i if i >= 0 else '.'}{mark}" for i in iterations]
@@ -66,7 +67,8 @@ def format_stages(resolved: ResolvedPlan) -> str:
     for name in sorted(waits, key=lambda name: resolved.plan.schedule[name].stage):
         entry = resolved.plan.schedule[name]
         ordered = "yes" if entry.globally_ordered else ""
-        stream, after = stream_name(entry.stream), ", ".join(waits[name])
+        stream = stream_name(entry.stream)
+        after = ", ".join(waits[name])
         rows.append((entry.stage, name, group_name(entry), stream, ordered, after))
     titles = ("stage", "task", "thread group", "stream", "globally ordered")
     # Depth and keep belong to the whole plan, so they stand above the table.

@@ -134,7 +134,8 @@ class Declared:
     @property
     def effects(self) -> dict[str, Effects]:
         """The effects of all tasks; an undeclared task has all that it may touch."""
-        silent, unknown = self.silent, self.unknown
+        silent = self.silent
+        unknown = self.unknown
         return {n: one | unknown if n in silent else one for n, one in self.named.items()}
 
 

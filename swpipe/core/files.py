@@ -144,7 +144,8 @@ def read_typed(value: Any, hint: Any, where: str, readers: Readers = _NO_READERS
     Raises:
         ValueError: The data, or a part of it, has another type; the message names its place.
     """
-    kind, parts = get_origin(hint) or hint, get_args(hint)
+    kind = get_origin(hint) or hint
+    parts = get_args(hint)
     if kind is UnionType:  # a type or None
         (other,) = (part for part in parts if part is not NoneType)
         return None if value is None else read_typed(value, other, where, readers)

@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 # Paul Tol's "light" scheme: cells with black text, distinguishable with any kind of color blindness
 # (SRON technical note SRON/EPS/TN/09-002).
 COLORS = ("#77AADD", "#EE8866", "#EEDD88", "#44BB99", "#FFAABB", "#BBCC33")
-INK, FAINT, LINE, GRID = "#222222", "#777777", "#C4C4C4", "#EEEEEE"
-ROW_SIZE, SMALL_SIZE = 10.0, 8.0
+INK = "#222222"
+FAINT = "#777777"
+LINE = "#C4C4C4"
+GRID = "#EEEEEE"
+ROW_SIZE = 10.0
+SMALL_SIZE = 8.0
 """Font sizes in points."""
 
-WIDTH_IN, DPI = 10.0, 200
+WIDTH_IN = 10.0
+DPI = 200
 
 
 @contextmanager

@@ -109,7 +109,8 @@ class TaskMemory:
         place = {PULL: -1, **{name: k for k, name in enumerate(order)}, KEPT: len(order)}
         held = [0] * (len(order) + 1)
         for block in self.blocks:
-            begin, end = place[block.begin], place[block.end]
+            begin = place[block.begin]
+            end = place[block.end]
             end = max((place[user] for user in block.users), default=end)
             for k in range(-1, len(order)):
                 # A block that the next iteration frees is held from its begin on, by this one, and

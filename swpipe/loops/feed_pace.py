@@ -46,8 +46,10 @@ class FeedPace:
     ) -> None:
         self.version = -1
         self.arrivals: list[Arrival] = []
-        self.batch, self.staleness = batch, staleness
-        self._completed, self.replay = completed and replay is None, replay
+        self.batch = batch
+        self.staleness = staleness
+        self._completed = completed and replay is None
+        self.replay = replay
         self._asked = 0
         self._requests = 0
         self._end = None if replay is None else len(replay)

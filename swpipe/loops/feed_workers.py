@@ -94,7 +94,8 @@ class StoreWorker:
 
     def __init__(self, store: Store, name: str, lost_after_s: float = 60.0) -> None:
         self.name = name
-        self._store, self._lost_after_s = store, lost_after_s
+        self._store = store
+        self._lost_after_s = lost_after_s
         self._questions = 0
         self._closed = False
 
@@ -102,13 +103,16 @@ class StoreWorker:
         """Ask, and wait for the answer; raises ConnectionError without a sign of life."""
         number = self._questions
         self._questions += 1
-        answer, alive = f"{self.name}/answer/{number}", f"{self.name}/alive"
+        answer = f"{self.name}/answer/{number}"
+        alive = f"{self.name}/alive"
         self._store.set(f"{self.name}/question/{number}", question)  # type: ignore[arg-type]
-        beat, seen = None, time.monotonic()
+        beat = None
+        seen = time.monotonic()
         while not self._store.check([answer]):
             now = self._store.get(alive) if self._store.check([alive]) else None
             if now != beat:
-                beat, seen = now, time.monotonic()
+                beat = now
+                seen = time.monotonic()
             if self._closed or time.monotonic() - seen > self._lost_after_s:
                 raise ConnectionError(f"no sign of life for {self._lost_after_s} s")
             time.sleep(_POLL_S)
@@ -125,7 +129,9 @@ class StoreWorker:
 @suggests_keywords
 def serve_store(store: Store, name: str, work: Callable[[Any, Any], Any]) -> None:
     """Answer the ``StoreWorker`` of this name by ``work`` until the feed is closed."""
-    worker, number, ended = FeedWorker(work), 0, threading.Event()
+    worker = FeedWorker(work)
+    number = 0
+    ended = threading.Event()
 
     def beat() -> None:
         count = 0

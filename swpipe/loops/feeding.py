@@ -66,7 +66,8 @@ class FeedWorker:
     """The worker's side: answers questions of a feed by ``work``, as for ``worker_processes``."""
 
     def __init__(self, work: Callable[[Any, Any], Any]) -> None:
-        self._work, self._policy = work, None
+        self._work = work
+        self._policy = None
 
     def __call__(self, question: bytes) -> bytes:
         """Return the answer to one question."""
@@ -111,8 +112,11 @@ class Feed(Iterator[FeedBatch]):
     ) -> None:
         self.arrivals = pace.arrivals
         self.lost: dict[str, str] = {}
-        self._source, self._workers, self._policy = iter(requests), workers, policy
-        self._pace, self._timeout_s = pace, timeout_s
+        self._source = iter(requests)
+        self._workers = workers
+        self._policy = policy
+        self._pace = pace
+        self._timeout_s = timeout_s
         self._requests: dict[int, Any] = {}  # of samples that were not handed out yet
         self._pulled = 0
         self._values: dict[int, tuple[str, Any]] = {}

@@ -69,7 +69,8 @@ def prefetch_plan(
             not on this machine.
         PlanError: ``device`` is given, and a task has the name "copy".
     """
-    feed, compute = refs_in(feed), refs_in(compute)
+    feed = refs_in(feed)
+    compute = refs_in(compute)
     if type(workers) is not int or workers < 1:
         raise ValueError(f"workers is {shown(workers)}: give 1 thread or more")
     # Pulling and each further worker hold an iteration that the caller cannot compute yet. The copy

@@ -42,7 +42,8 @@ class RankForecast:
     @property
     def text(self) -> str:
         """Sentences: the waits, what takes them away, and the slowest rank and its task."""
-        few, many = self.few, self.many
+        few = self.few
+        many = self.many
         waits = [max(0.0, step.slowest_us) / step.step_us for step in (few, many)]
         saved = 1 - self.slack_us / many.step_us
         slack = f"; with {self.slack} {saved:.0%} less" if saved > _WORTH_IT else ""
@@ -70,7 +71,8 @@ def rank_forecast(
         streams: Whether the device has streams.
         allowed: Whether a plan gives the loop's numbers.
     """
-    costs, ranks = differences.costs, differences.ranks
+    costs = differences.costs
+    ranks = differences.ranks
     program = compile_plan(resolve_plan(plan), streams=streams)
     many = replace(ranks, number=max(MANY, ranks.number))
     best, _ = with_slack(

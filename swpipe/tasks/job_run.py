@@ -60,7 +60,9 @@ class JobRun:
         steps: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.name, self.job, self.plan = name, job, plan
+        self.name = name
+        self.job = job
+        self.plan = plan
         self.steps: int = job.epoch_steps if steps is None else steps
         self.done = 0
         self.pipe = SWPipeline(plan, job.tasks(), device=device, context=job.context)
@@ -83,7 +85,9 @@ class JobRun:
             InputError: The job gave no batch, in this turn and in all turns before.
             TrainingDivergedError: A loss of this turn is not finite; raised at the turn's end.
         """
-        before, begin, done = len(self.losses), time.perf_counter(), 0
+        before = len(self.losses)
+        begin = time.perf_counter()
+        done = 0
         # The next turn continues with the same iterator.
         for ctx in self.pipe.iterate(islice(self._batches, steps)):
             done += 1
@@ -186,7 +190,8 @@ def compare(a: JobRun, b: JobRun) -> Comparison:
         )
     pairs = zip(a.losses, b.losses, strict=True)
     same = [torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in pairs]
-    ours, theirs = _parameters(a), _parameters(b)
+    ours = _parameters(a)
+    theirs = _parameters(b)
     wrong = [name for name, mine in ours.items() if not torch.equal(mine, theirs[name])]
     # A rank sees only its own losses and parameters: they are combined over all ranks, and all
     # ranks get the same result.
@@ -254,7 +259,8 @@ def _speed(first: JobRun, other: JobRun) -> str:
 
 
 def _equality(first: JobRun, other: JobRun) -> str:
-    names, found = f"{first.name} and {other.name}", compare(first, other)
+    names = f"{first.name} and {other.name}"
+    found = compare(first, other)
     if not found.losses:
         return f"{names}: no ctx.loss to compare"
     if found.equal:

@@ -60,7 +60,8 @@ def place_collectives(
                     changed = PipelineSchedule((*others[0], row, *others[1]), plain.n_micro)
                     value = _value(changed, costs)
                     if value < least:
-                        best, least = changed, value
+                        best = changed
+                        least = value
         if least == before:
             break
     return best

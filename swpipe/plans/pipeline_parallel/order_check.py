@@ -201,7 +201,8 @@ def _check_shards(row: Sequence[Entry], rank: int) -> None:
     """Check rule 7 for the parameters of a rank's stages."""
     unsharded: set[int] = set()
     for part in parts_of(row):
-        stage, is_transfer = part.stage, part.op.startswith(("SEND", "RECV"))
+        stage = part.stage
+        is_transfer = part.op.startswith(("SEND", "RECV"))
         if part.op == "UNSHARD":
             if stage in unsharded:
                 raise ScheduleError(
@@ -352,7 +353,8 @@ def earliest_times(
     waiting: dict[Part, int] = {}
     while ready:
         rank = ready.pop()
-        row, times = rows[rank], timed[rank]
+        row = rows[rank]
+        times = timed[rank]
         clock = times[-1].end if times else 0
         for entry in row[len(times) :]:
             if isinstance(entry, Communication) and entry.is_collective:
@@ -404,14 +406,16 @@ def _deadlock(rows: Rows, placement: Sequence[int], waits: dict[int, Part]) -> S
     """Return the error of a deadlock, which names the ranks that wait for each other."""
     # Follow the waits from any rank until a rank comes up twice: from there on they are a cycle,
     # which is shown from its lowest rank on.
-    rank, seen = next(iter(waits)), []
+    rank = next(iter(waits))
+    seen = []
     while rank not in seen:
         seen.append(rank)
         rank = placement[waits[rank].stage]
     cycle = seen[seen.index(rank) :]
     start = cycle.index(min(cycle))
     cycle = cycle[start:] + cycle[:start]
-    told, first = [], None
+    told = []
+    first = None
     for rank in cycle:
         needed = waits[rank]
         # I stood for both ops above; the message names the one that the row has.

@@ -49,7 +49,9 @@ def pair_passes(
         values = OrderTimes(ends, spans, list(report.bubbles)).values(objective)
         return max(values), sum(values)
 
-    best, least, before = schedule, value(schedule), None
+    best = schedule
+    least = value(schedule)
+    before = None
     places = [(rank, at) for rank, row in enumerate(schedule.rows) for at in range(len(row))]
     tried = 0
     while least != before and tried < _MOST:
@@ -63,7 +65,8 @@ def pair_passes(
                 # the changed order may deadlock or exceed the memory.
                 with suppress(ScheduleError):
                     if (found := value(other)) < least:
-                        best, least = other, found
+                        best = other
+                        least = found
     return least[0], best
 
 

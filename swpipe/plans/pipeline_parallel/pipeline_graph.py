@@ -31,7 +31,9 @@ from swpipe.plans.pipeline_parallel.pipeline_costs import (
     require_counts,
 )
 
-FORWARD, BACKWARD, WEIGHT = 0, 1, 2
+FORWARD = 0
+BACKWARD = 1
+WEIGHT = 2
 
 
 class ScheduledNode(NamedTuple):
@@ -228,7 +230,9 @@ class _Attempt:
         self, graph: PipelineGraph, fill_f: bool, fill_b: bool, approved: Sequence[float] | None
     ) -> None:
         n = graph.n_stage
-        self.graph, self.fill_f, self.fill_b = graph, fill_f, fill_b
+        self.graph = graph
+        self.fill_f = fill_f
+        self.fill_b = fill_b
         self.memory = (graph.f_mem, graph.b_mem, graph.w_mem)
         self.max_mem = (graph.max_mem or 0) * (1 + 1e-9)  # for the rounding of sums of floats
         self.ends: list[list[list[float]]] = [[[] for _ in range(n)] for _ in range(6)]
@@ -284,7 +288,8 @@ class _Attempt:
         Raises:
             ScheduleError: The pass has no input yet, exceeds the memory, or does not exist.
         """
-        ends, category = self.ends, kind // 2
+        ends = self.ends
+        category = kind // 2
         done = ends[kind][stage]
         micro = len(done)
         now = start = self.clock[stage]
@@ -324,7 +329,8 @@ class _Attempt:
         One more W is put if the remaining wait would make the stage's bubble exceed both the
         largest bubble so far and ``left``.
         """
-        pending, producer = self.pending[stage], self._producer(kind, stage)
+        pending = self.pending[stage]
+        producer = self._producer(kind, stage)
         micro = len(self.ends[kind][stage])
         if producer is None or len(producer) <= micro:
             return
@@ -351,7 +357,9 @@ class _Attempt:
 
     def _first_forwards(self) -> None:
         """Put the first microbatch's F passes, and F0 of other microbatches while stages wait."""
-        n, graph, first = self.graph.n_stage, self.graph, self.ends[0]
+        n = self.graph.n_stage
+        graph = self.graph
+        first = self.ends[0]
         for stage in range(n):
             self._put(0, stage)
         self._put(1, n - 1)
@@ -372,8 +380,10 @@ class _Attempt:
 
     def _fill_the_way_down(self) -> None:
         """Put the other F passes before the first B, with F0 and F1 alternating."""
-        n, m = self.graph.n_stage, self.graph.n_micro
-        down, up = self.ends[0], self.ends[1]
+        n = self.graph.n_stage
+        m = self.graph.n_micro
+        down = self.ends[0]
+        up = self.ends[1]
         kind = 0
         for stage in range(1, n):
             above = stage - 1
@@ -392,8 +402,10 @@ class _Attempt:
         """Return the next B pass of each stage, as (stage, raw chunk), in the order to put them."""
         # Raw chunk 1 if B0 of its microbatch has been put on the stage, and its input has been put
         # or no B0 is left; raw chunk 0 otherwise. In both groups producers come before consumers.
-        n, m = self.graph.n_stage, self.graph.n_micro
-        down, up = self.ends[2], self.ends[3]
+        n = self.graph.n_stage
+        m = self.graph.n_micro
+        down = self.ends[2]
+        up = self.ends[3]
         on_way_up = [
             stage
             for stage in range(n)
@@ -406,9 +418,12 @@ class _Attempt:
     def _next_forward(self, stage: int) -> int | None:
         """Return the kind of the next F pass of a stage; None if no F pass is ready."""
         # F1 has priority over F0: it brings a microbatch nearer to its backward passes.
-        n, m = self.graph.n_stage, self.graph.n_micro
-        down, up = self.ends[0], self.ends[1]
-        n_down, n_up = len(down[stage]), len(up[stage])
+        n = self.graph.n_stage
+        m = self.graph.n_micro
+        down = self.ends[0]
+        up = self.ends[1]
+        n_down = len(down[stage])
+        n_up = len(up[stage])
         if n_up >= m:
             return None
         if n_up >= n_down:
@@ -428,7 +443,9 @@ class _Nodes:
     """
 
     def __init__(self, graph: PipelineGraph, attempt: AttemptResult) -> None:
-        self.graph, self.end_time, self.number = graph, attempt.end_time, 0
+        self.graph = graph
+        self.end_time = attempt.end_time
+        self.number = 0
         self.listed: list[list[tuple[float, int, ScheduledNode]]] = [
             [] for _ in range(graph.n_stage)
         ]
@@ -446,7 +463,8 @@ class _Nodes:
             end = self.end_time[graph.get_id(FORWARD, 0, stage, micro)]
             time = max(time, end - graph.f_cost - graph.c_cost)
             for prefix in ("RECV_", "SEND_", ""):
-                first, last = stage == 0, stage == graph.n_stage - 1
+                first = stage == 0
+                last = stage == graph.n_stage - 1
                 if not (first and prefix == "SEND_") and not (last and prefix == "RECV_"):
                     node = ScheduledNode(prefix + "POST_VALIDATION", 0, stage, 0, time, time)
                     self.listed[stage].append((time, self.number, node))
@@ -478,7 +496,8 @@ def _receive_early(row: list[ScheduledNode]) -> list[ScheduledNode]:
     """Swap each receive with the pass before it if the receive starts before that pass ends."""
     # A receive that is posted before a pass runs in the background of the pass.
     for i in range(1, len(row)):
-        before, node = row[i - 1], row[i]
+        before = row[i - 1]
+        node = row[i]
         if (
             before.type in "FBW"
             and node.type in ("RECV_FORWARD", "RECV_BACKWARD")

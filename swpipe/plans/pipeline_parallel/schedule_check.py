@@ -76,7 +76,8 @@ class ScheduleReport:
                 # Communication runs in the background, and would cover the passes in the chart.
                 if isinstance(entry, Communication):
                     continue
-                parts, on = actions_of((entry,)), Row("thread", f"rank {rank}")
+                parts = actions_of((entry,))
+                on = Row("thread", f"rank {rank}")
                 task = "+".join(f"{one.stage}{one.op}" for one in parts)
                 spans.append(
                     Span(task, parts[0].micro, on, ns(start), ns(end), ns(start) - ns(before))
@@ -115,7 +116,8 @@ def _arrows(tasks: Set[str]) -> Iterator[Arrow]:
     """Yield the dependences between the passes of neighbouring stages, and within a stage."""
     # Pairs (with "+") have no arrows: their two passes depend on different microbatches.
     for task in sorted(task for task in tasks if "+" not in task):
-        stage, op = int(task[:-1]), task[-1]
+        stage = int(task[:-1])
+        op = task[-1]
         for other, producer in ((stage - 1, "F"), (stage + 1, "I"), (stage + 1, "B"), (stage, "F")):
             if f"{other}{producer}" in tasks and _follows(op, producer, other == stage):
                 yield Arrow(f"{other}{producer}", task)

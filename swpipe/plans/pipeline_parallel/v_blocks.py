@@ -34,7 +34,8 @@ def block_orders(n: int, m: int) -> tuple[Order, Order]:
     gap = 2 if n % 3 == 0 else 0
     least = tuple((r, 2 * n - 1 - r, 2 * n + gap + r, 4 * n + gap - 1 - r) for r in range(n))
     gap = 3 if n % 2 == 0 else 0
-    last, back = 3 * n - 2, 3 * n + gap - 1
+    last = 3 * n - 2
+    back = 3 * n + gap - 1
     half = tuple((2 * r, last - r, back + 2 * r, 6 * n + gap - 2 - r) for r in range(n))
     return _order(least, m), _order(half, m)
 
@@ -147,7 +148,8 @@ def _with_weights(row: Slots, *, split: bool = False) -> Slots:
     # Pending W wait for a free slot; W0 goes before W1.
     taken = {slot: kind for slot, _, kind, _ in _events([row])}
     found: Slots = [[], []]
-    pending, slot = [0, 0], 0
+    pending = [0, 0]
+    slot = 0
     while slot <= max(taken) or any(pending):
         kind = taken.get(slot)
         if kind is None and any(pending):
@@ -174,7 +176,8 @@ def _needs(rows: list[Slots], rank: int, kind: int, micro: int) -> Iterator[int]
     # W comes after the I with its number among all I of the rank. Other kinds come after the pass
     # of the neighbouring rank (down for even kinds, up for odd ones), after the kind before, and
     # after the microbatch before.
-    row, near = rows[rank], rank - 1 if kind % 2 == 0 else rank + 1
+    row = rows[rank]
+    near = rank - 1 if kind % 2 == 0 else rank + 1
     if kind == 4:
         yield sorted(row[2] + row[3])[micro]
     elif 0 <= near < len(rows):
@@ -195,7 +198,9 @@ def _reordered(rows: list[Slots], *, steady: bool = True) -> list[Slots]:
         steady: Whether passes between the prologue and the epilogue keep their slots.
     """
     # phase: 0 in the prologue, 1 in the steady state, 2 in the epilogue.
-    limit, last, phase = max(map(_peak, rows)), len(rows[0][0]) - 1, 0
+    limit = max(map(_peak, rows))
+    last = len(rows[0][0]) - 1
+    phase = 0
     taken: list[set[int]] = [set() for _ in rows]
     for slot, rank, kind, micro in _events(rows):
         if (rank, kind, phase) == (0, 3, 0):

@@ -60,7 +60,10 @@ class VOrders:
     """
 
     def __init__(self, n_ranks: int, n_micro: int, costs: PipelineCosts) -> None:
-        self.n_ranks, self.n_micro, self.costs, self.hop = n_ranks, n_micro, costs, costs.hop
+        self.n_ranks = n_ranks
+        self.n_micro = n_micro
+        self.costs = costs
+        self.hop = costs.hop
         placement = [min(s, 2 * n_ranks - 1 - s) for s in range(2 * n_ranks)]
         actions = [
             [Action(self.stage(kind, rank), _OPS[kind][0], 0) for kind in range(6)]
@@ -94,7 +97,8 @@ class VOrders:
         # Each ready rank runs its row until an input is missing, and is ready again when the
         # neighbour has it. This is the innermost loop of the search: local names, and lists of ends
         # that grow by one per microbatch instead of dictionaries.
-        n, hop = self.n_ranks, self.hop
+        n = self.n_ranks
+        hop = self.hop
         done: list[list[list[float]]] = [[[], [], [], []] for _ in range(n)]
         position = [0] * n
         clock: list[float] = [0] * n
@@ -102,14 +106,17 @@ class VOrders:
         ready = list(range(n - 1, -1, -1))
         while ready:
             rank = ready.pop()
-            row, own, cost = order[rank], done[rank], self.cost[rank]
+            row = order[rank]
+            own = done[rank]
+            cost = self.cost[rank]
             before = done[rank - 1] if rank else None
             after = done[rank + 1] if rank < n - 1 else None
             time = clock[rank]
             for at in range(position[rank], len(row)):
                 kind = row[at]
                 if kind < 4:  # W needs no other rank
-                    ended, source = own[kind], after if kind % 2 else before
+                    ended = own[kind]
+                    source = after if kind % 2 else before
                     if source is not None:
                         micro = len(ended)
                         if micro >= len(source[kind]):
@@ -136,7 +143,9 @@ class VOrders:
 
     def is_valid(self, row: Sequence[int], rank: int) -> bool:
         """Return whether a rank's row keeps the order of each microbatch, and the memory limit."""
-        counts, memory, needs = [0] * 6, self.memory[rank], self.need[rank]
+        counts = [0] * 6
+        memory = self.memory[rank]
+        needs = self.need[rank]
         used: float = 0
         for kind in row:
             counts[kind] += 1
@@ -191,7 +200,8 @@ def lower_bound(orders: VOrders, objective: Objective) -> float:
         rank r   | head |F0 F0 F0 ..idle..|F1 ...                     until F1's input arrives
                  | head |F0 F1 F0 F1 ..idle..       |I0 ...           until I0's input arrives
     """
-    starts, n = first_starts(orders), orders.n_ranks
+    starts = first_starts(orders)
+    n = orders.n_ranks
     bubbles = [
         max(
             0,

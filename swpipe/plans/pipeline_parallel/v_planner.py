@@ -161,7 +161,8 @@ def plan_v_schedule(
         pool.add(order)
         moves -= _START_MOVES
     pool.improve(further, moves)
-    found, value = pool.checked(costs), pool.value
+    found = pool.checked(costs)
+    value = pool.value
     # The search knows no pairs: they are joined afterwards.
     if costs.pair is not None:
         starting = [found, *_dual_pipe(orders)]
@@ -199,11 +200,14 @@ class LocalSearch:
     """
 
     def __init__(self, orders: VOrders, objective: Objective, order: Order, rng: Random) -> None:
-        self.orders, self.objective, self.rng = orders, objective, rng
+        self.orders = orders
+        self.objective = objective
+        self.rng = rng
         times = orders.times(order)
         if times is None:
             raise ValueError("a search starts from an order that can run")
-        self.order, self.value = order, times.value(objective)
+        self.order = order
+        self.value = times.value(objective)
         self._present, self._energy = order, self._energy_of(times)
         # The energies of the last orders, at first all that of the start.
         self._history = [self._energy] * _HISTORY
@@ -225,7 +229,8 @@ class LocalSearch:
         if changed is not None and times is not None:
             energy = self._energy_of(times)
             if energy <= max(self._energy, self._history[place]):
-                self._present, self._energy = changed, energy
+                self._present = changed
+                self._energy = energy
                 if times.value(self.objective) < self.value:
                     self.order, self.value = changed, times.value(self.objective)
                     self.idle_moves = 0
@@ -233,7 +238,8 @@ class LocalSearch:
 
     def _drawn(self) -> Order | None:
         """Return the present order with one random entry moved; None if it is invalid or equal."""
-        rng, present = self.rng, self._present
+        rng = self.rng
+        present = self._present
         rank = rng.randrange(len(present))
         row = present[rank]
         # The first entry stays: nothing can come before the first F0.
@@ -254,7 +260,9 @@ class _Pool:
     """The best orders that were found so far, best first, and the searches from them."""
 
     def __init__(self, orders: VOrders, objective: Objective, rng: Random) -> None:
-        self.orders, self.objective, self.rng = orders, objective, rng
+        self.orders = orders
+        self.objective = objective
+        self.rng = rng
         self.bound = lower_bound(orders, objective)
         self.found: list[tuple[float, Order]] = []
 

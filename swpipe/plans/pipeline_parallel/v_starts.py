@@ -125,7 +125,8 @@ class GreedyRules:
         n = orders.n_ranks
         backward = [2, 3] if rng.random() < 0.5 else [3, 2]
         preference = [*backward, 1, 0] if rng.random() < 0.7 else [1, *backward, 0]
-        base, slope = rng.uniform(1, 2 * n), rng.uniform(-1, 2)
+        base = rng.uniform(1, 2 * n)
+        slope = rng.uniform(-1, 2)
         lead = tuple(max(1, round(base + slope * (n - 1 - rank))) for rank in range(n))
         slack = rng.choice((0, 0.25, 0.5, 1)) * min(cost[4] for cost in orders.cost)
         return cls(tuple(preference), lead, slack)
@@ -141,7 +142,8 @@ class GreedyOrder:
 
     def __init__(self, orders: VOrders, rules: GreedyRules) -> None:
         n = orders.n_ranks
-        self.orders, self.rules = orders, rules
+        self.orders = orders
+        self.rules = rules
         self.ends: list[list[list[float]]] = [[[] for _ in range(6)] for _ in range(n)]
         self.clock: list[float] = [0] * n
         self.used: list[float] = [0] * n
@@ -175,12 +177,15 @@ class GreedyOrder:
         source = rank + 1 if kind % 2 else rank - 1
         if not 0 <= source < self.orders.n_ranks:
             return 0
-        ends, micro = self.ends[source][kind], len(self.ends[rank][kind])
+        ends = self.ends[source][kind]
+        micro = len(self.ends[rank][kind])
         return ends[micro] + self.orders.hop if micro < len(ends) else None
 
     def _next(self, rank: int) -> tuple[float, int, int] | None:
         """Return the start, rank and kind of a rank's next pass; None if no pass is ready."""
-        orders, own, clock = self.orders, self.ends[rank], self.clock[rank]
+        orders = self.orders
+        own = self.ends[rank]
+        clock = self.clock[rank]
         pending = [kind for kind in (4, 5) if len(own[kind]) < len(own[kind - 2])]
         weight = min(pending, key=lambda kind: own[kind - 2][len(own[kind])], default=None)
         best: tuple[float, int, int] | None = None
@@ -203,8 +208,10 @@ class GreedyOrder:
 
     def _is_due(self, rank: int, kind: int) -> bool:
         """Return whether a rank may run a kind's next pass once its pending W have freed memory."""
-        orders, own = self.orders, self.ends[rank]
-        done, need = len(own[kind]), NEEDS[kind]
+        orders = self.orders
+        own = self.ends[rank]
+        done = len(own[kind])
+        need = NEEDS[kind]
         if done >= (orders.n_micro if need is None else len(own[need])):
             return False
         if kind > 1:

@@ -134,7 +134,8 @@ def joint_search(
     space = SearchSpace(plan, costs, limits, streams=streams)
     initial = space.evaluate(space.initial())
     beam = sorted(initial, key=lambda one: one.score)[:beam_width]
-    best, without = beam[0], 0
+    best = beam[0]
+    without = 0
     history = [Round(0, len(initial), len(initial), best.ii_us, best.ii_us)]
     ended = "all rounds were used"
     for number in range(1, rounds + 1):
@@ -148,7 +149,8 @@ def joint_search(
         # The beam may get worse than the best so far, which leads out of local minima.
         without += 1
         if beam[0].score < best.score:
-            best, without = beam[0], 0
+            best = beam[0]
+            without = 0
         history.append(Round(number, len(evaluated), len(kept), beam[0].ii_us, best.ii_us))
         if without == patience:
             ended = "patience ran out"
@@ -225,7 +227,9 @@ class SearchSpace:
     ) -> None:
         resolved = check_inputs(plan, costs, limits)
         self.rules = Rules(resolved, costs, limits)
-        self._plan, self._costs, self._limits = self.rules.plan, costs, limits
+        self._plan = self.rules.plan
+        self._costs = costs
+        self._limits = limits
         self._on_device = streams
         self._roles = TaskRoles.of(resolved, limits.frozen)
         self.policies = policies(resolved, costs, self._roles)
@@ -334,7 +338,8 @@ def policies(resolved: ResolvedPlan, costs: CostModel, roles: TaskRoles) -> dict
     of a task is the longest path from its start to the end of the iteration. Its *slack* is the
     time by which it can start later without lengthening the iteration's longest path.
     """
-    serial, schedule = resolved.serial_order, resolved.plan.schedule
+    serial = resolved.serial_order
+    schedule = resolved.plan.schedule
     us = {name: costs.tasks[name].total_us for name in serial}
     edges = [(dep.consumer, dep.producer) for dep in resolved.within_iteration]
     remaining = remaining_us(serial, costs, edges)

@@ -98,7 +98,8 @@ def _placed(
 
         The main work is the device work, or the host work of a task without device work.
         """
-        cost, producers = costs.tasks[name], left[name]
+        cost = costs.tasks[name]
+        producers = left[name]
         host = max([free[plan.schedule[name].thread_group], *(submitted[p] for p in producers)])
         if cost.gil_us:
             host = max(host, free[LOCK])

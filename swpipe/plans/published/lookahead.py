@@ -100,14 +100,16 @@ def assign_lookaheads(
         raise PlanError(problems)
     given = rules.plan
     best = Scored(given, interval_us(given, costs, streams=streams), 1)
-    given_us, tried = best.ii_us, 1
+    given_us = best.ii_us
+    tried = 1
     # Two orders to stay close to: the given one, and the engine's for a plan without an order.
     for order in dict.fromkeys([rules.order, resolve_plan(replace(plan, order=())).period_order]):
         found = best_assignment(given, costs, rules, order, streams=streams)
         if found is not None:
             tried += found.tried
             best = found if found.ii_us < best.ii_us * (1 - _SAME) else best
-    assigned, start = lookaheads(best.plan), lookaheads(plan)
+    assigned = lookaheads(best.plan)
+    start = lookaheads(plan)
     raised = [f"{n} {start[n]} to {k}" for n, k in assigned.items() if k > start[n]]
     why = f"{given_us:.0f} us become {best.ii_us:.0f} us; raised: {', '.join(raised) or 'none'}"
     return Lookaheads(best.plan, best.ii_us, assigned, tried, why)
@@ -194,7 +196,9 @@ class Rules:
         self.plan = replace(plan, pipeline_depth=limits.in_flight) if deep else plan
         self.order = resolved.period_order
         self.queues = communicator_queues(resolved, costs)
-        self._costs, self._limits, self._serial = costs, limits, resolved.serial_order
+        self._costs = costs
+        self._limits = limits
+        self._serial = resolved.serial_order
         self._floor = floor = lookaheads(plan)
         self._fixed = {*limits.frozen, *caller_tasks(plan)}
         # (consumer, producer, d): the producer's lookahead is at least the consumer's minus d.

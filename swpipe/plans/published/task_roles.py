@@ -27,7 +27,9 @@ from swpipe.core.plan import DEFAULT_GROUP
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.plans.published.queue_rules import caller_tasks, stream_of
 
-IO, DATA_DIST, PREFETCH = "io", "data_dist", "prefetch"
+IO = "io"
+DATA_DIST = "data_dist"
+PREFETCH = "prefetch"
 
 GIVEN = "as given"
 """The name in place of a preset's for the thread groups of the given plan."""
@@ -60,7 +62,8 @@ class TaskRoles:
     @classmethod
     def of(cls, resolved: ResolvedPlan, frozen: Iterable[str] = ()) -> TaskRoles:
         """Return the roles of a plan's tasks, where frozen tasks count as the caller's."""
-        plan, caller = resolved.plan, caller_tasks(resolved.plan) | {*frozen}
+        plan = resolved.plan
+        caller = caller_tasks(resolved.plan) | {*frozen}
         bundles: dict[str, tuple[str, ...]] = {}
         # Tasks that come after a caller's task within an iteration, also through other tasks: in
         # serial order producers come first.

@@ -28,7 +28,8 @@ BATCH = 32
 EPOCH = 300
 _DIFFERENT = 16  # batches that are generated; an epoch goes through them again and again
 
-AHEAD, LAST = ("decode", "augment"), ("forward", "backward", "step")
+AHEAD = ("decode", "augment")
+LAST = ("forward", "backward", "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class ImageJob(Job):
     epoch_steps = EPOCH
 
     def __init__(self, config: ImageConfig) -> None:
-        self._seed, self._device = config.seed, config.device
+        self._seed = config.seed
+        self._device = config.device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.model = nn.Sequential(

@@ -72,7 +72,8 @@ def measure_costs(
     have_plans = all(map(has_plans, chunks.values()))
     with kept_buffers(chunks.values()):
         for stage, chunk in chunks.items():
-            given, is_first = as_tuple(example(stage)), stage == 0
+            given = as_tuple(example(stage))
+            is_first = stage == 0
             of_loss = (lambda out: loss_fn(out, target)) if stage == n_stages - 1 else None
             other = next((one for one in chunks if one != stage), stage)
             timed = []
@@ -115,7 +116,8 @@ def measure_hop(
         group: The ranks; None for the default group.
         rounds: The number of round trips; a send takes half of one.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
     times = []
     if rank < 2 <= size:
         buffer = tensor.detach().clone()
@@ -194,12 +196,15 @@ class Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storages, self._sizes, self._most = Storages(), dict[int, int](), 0
+        self._storages = Storages()
+        self._sizes = dict[int, int]()
+        self._most = 0
         self._add(tensors, ())
 
     def look(self) -> tuple[int, int]:
         """Return the present number of bytes, and the largest since the previous call."""
-        now, most = self._held(), self._most
+        now = self._held()
+        most = self._most
         self._most = now
         return now, max(now, most)
 

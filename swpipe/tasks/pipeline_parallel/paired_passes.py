@@ -86,7 +86,8 @@ class PlannedMicrobatch:
         # On the last stage ``outputs`` is the loss, which autograd computes outside of the plan:
         # first get the gradient of the plan's output from it.
         given = whole_pass(outputs, None, [self._output]) if grads is None else grads
-        self._grad, self._output = given[0], None
+        self._grad = given[0]
+        self._output = None
 
     def _run_backward(self, forward: Any = None) -> Any:
         return self._plan.run(
@@ -119,7 +120,8 @@ class PairedPasses:
     def __call__(self, action: Any, context: Any) -> None:
         """Run both passes of a pair."""
         f, b = action.sub_actions
-        ahead, back = self._stages[f.stage_index], self._stages[b.stage_index]
+        ahead = self._stages[f.stage_index]
+        back = self._stages[b.stage_index]
         forward = partial(self._forward, ahead, f.microbatch_index, context)
         if b.microbatch_index in back.planned:
             # Called within the backward pass, at (3): the forward pass runs up to its module, where
@@ -136,7 +138,8 @@ class PairedPasses:
     def _forward(self, stage: Any, micro: int, context: Any) -> None:
         # The same steps as the runtime's ``_step_microbatches`` takes for FORWARD, with the same
         # private members (torch 2.13 to 2.15).
-        runtime, number = context.schedule_ref, stage.stage_index
+        runtime = context.schedule_ref
+        number = stage.stage_index
         runtime._assert_unsharded(stage)
         wait_for(runtime.fwd_recv_ops.pop((number, micro), []))
         given = context.arg_mbs[micro], context.kwarg_mbs[micro]
@@ -147,7 +150,8 @@ class PairedPasses:
 
     def _backward(self, stage: Any, micro: int, context: Any) -> None:
         # The same for FULL_BACKWARD.
-        runtime, number = context.schedule_ref, stage.stage_index
+        runtime = context.schedule_ref
+        number = stage.stage_index
         runtime._assert_unsharded(stage)
         wait_for(runtime.bwd_recv_ops.pop((number, micro), []))
         runtime.backward_counter[number] += 1

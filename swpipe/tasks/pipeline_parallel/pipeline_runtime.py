@@ -91,7 +91,9 @@ class SerialRuntime:
     """
 
     def __init__(self, chunks: Sequence[nn.Module], n_micro: int, loss_fn: LossFn) -> None:
-        self.modules, self.n_micro, self._loss_fn = tuple(chunks), n_micro, loss_fn
+        self.modules = tuple(chunks)
+        self.n_micro = n_micro
+        self._loss_fn = loss_fn
 
     def train(
         self,
@@ -139,7 +141,8 @@ class SerialRuntime:
     ) -> StepResult:
         tensors = check_batch(inputs, target, self.n_micro, keywords)
         parts = {name: one.chunk(self.n_micro) for name, one in tensors.items()}
-        losses, outputs = [], []
+        losses = []
+        outputs = []
         for micro in range(self.n_micro):
             named = {name: parts[name][micro] for name in keywords}
             given = [part[micro] for name, part in parts.items() if name not in keywords]
@@ -202,10 +205,13 @@ class PipelineRuntime:
             )
         self.rank = dist.get_rank(group)
         _check_together(schedule, chunks, group)
-        self.schedule, self.chunks = schedule, {stage: chunks[stage] for stage in sorted(chunks)}
+        self.schedule = schedule
+        self.chunks = {stage: chunks[stage] for stage in sorted(chunks)}
         self.has_first = 0 in chunks
         self.has_last = schedule.n_stages - 1 in chunks
-        self._loss_fn, self._device, self.group = loss_fn, torch.device(device), group
+        self._loss_fn = loss_fn
+        self._device = torch.device(device)
+        self.group = group
         self.varying_shapes = varying_shapes
         self._failure: StepFailure | None = None
         self._connect()
@@ -341,7 +347,9 @@ class _Passes:
     """A torch runtime for training or evaluation, with the shapes of its first batch."""
 
     def __init__(self, owner: PipelineRuntime, runtime: Any, *, training: bool = True) -> None:
-        self._owner, self._runtime, self._training = owner, runtime, training
+        self._owner = owner
+        self._runtime = runtime
+        self._training = training
         self._shapes: dict[str, str] = {}
         self._ready = False
 
@@ -352,7 +360,8 @@ class _Passes:
         with_output: bool,
         keywords: Keywords,
     ) -> StepResult:
-        owner, runtime = self._owner, self._runtime
+        owner = self._owner
+        runtime = self._runtime
         try:
             # Before anything is sent: if this fails, the ranks can reconnect and go on.
             self._check(inputs, target, keywords)
@@ -447,7 +456,8 @@ def _check_together(
         ScheduleError: A rank cannot run its part, or the ranks have different schedules.
     """
     # A rank that raised before the collective would leave the other ranks waiting in it.
-    rank, problem = dist.get_rank(group), ""
+    rank = dist.get_rank(group)
+    problem = ""
     try:
         check_runnable(schedule, dist.get_world_size(group))
         check_chunks(schedule, rank, chunks, dist.get_process_group_ranks(group))

@@ -78,7 +78,8 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         self._given: dict[int, tuple[Any, ...]] = {}
         self._arrived_inputs: dict[int, Arrived] = {}
         self._arrived_grads: dict[int, Any] = {}
-        self._in_order, self.planned = in_order, planned
+        self._in_order = in_order
+        self.planned = planned
         self.over: PlannedMicrobatch | None = None
         self.due: Due | None = None
         self._plans: dict[int, PlannedMicrobatch] = {}
@@ -179,7 +180,8 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         planned = PlannedMicrobatch(plan_of(self.submod, args, self.is_first, **keywords))
         self._plans[self._micro] = planned
         # ``over`` holds for one forward pass only.
-        over, self.over = self.over, None
+        over = self.over
+        self.over = None
         return planned.run_forward(over)
 
     def forward_one_chunk(
@@ -258,11 +260,13 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
                 )
             return (), None
         planned = self._plans.pop(self._micro, None)
-        outputs, given = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
+        outputs = bwd_kwargs["stage_output"]
+        given = bwd_kwargs["input_values"]
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         if backward_type == "full":
             if planned is not None:
-                due, self.due = self.due, None
+                due = self.due
+                self.due = None
                 return planned.whole_pass(outputs, bwd_kwargs["output_grads"], given, due), None
             return whole_pass(outputs, bwd_kwargs["output_grads"], given), None
         # A backward pass that cannot be split adds to the weights' gradients in I already. If the I

@@ -83,10 +83,12 @@ def _apart(below: dict[Node, set[Tensor]]) -> list[tuple[list[Node], set[Tensor]
     # frees.
     groups: list[tuple[list[Node], set[Tensor]]] = []
     for node, leaves in below.items():
-        nodes, found = [node], set(leaves)
+        nodes = [node]
+        found = set(leaves)
         for group in [one for one in groups if not leaves.isdisjoint(one[1])]:
             groups.remove(group)
-            nodes, found = [*group[0], *nodes], found | group[1]
+            nodes = [*group[0], *nodes]
+            found = found | group[1]
         groups.append((nodes, found))
     return sorted(groups, key=lambda group: -len(group[0]))
 
@@ -104,7 +106,8 @@ def input_pass(
     Returns:
         The gradients of the inputs, and the remaining work for W, or None if no work remains.
     """
-    roots, ours = _roots(outputs, grads), _requiring(inputs)
+    roots = _roots(outputs, grads)
+    ours = _requiring(inputs)
     ends = {get_gradient_edge(one).node for one in ours}
     graph = _Graph([edge.node for edge, _ in roots], ends)
     if not graph.can_be_split:
@@ -140,7 +143,8 @@ def whole_pass(
     Returns:
         The gradients of the inputs.
     """
-    roots, ours = _roots(outputs, grads), _requiring(inputs)
+    roots = _roots(outputs, grads)
+    ours = _requiring(inputs)
     before = [one.grad for one in ours]
     found: dict[int, Tensor] = {}
     # A hook gets the gradient with its own strides; ``.grad`` would have the strides of the input.
@@ -226,7 +230,9 @@ class _Graph:
 
 def _leaves_below(begin: Node, on_way: set[Node]) -> set[Tensor]:
     """Return the leaves that a node reaches without the nodes on the paths to the inputs."""
-    leaves, seen, todo = set(), set(on_way), [begin]
+    leaves = set()
+    seen = set(on_way)
+    todo = [begin]
     while todo:
         node = todo.pop()
         if (leaf := getattr(node, "variable", None)) is not None:

@@ -39,7 +39,10 @@ class Sender:
     """
 
     def __init__(self, stage: Any, to: int, what: str, varying: bool) -> None:
-        self._stage, self._to, self._what, self._varying = stage, to, what, varying
+        self._stage = stage
+        self._to = to
+        self._what = what
+        self._varying = varying
         self._header: bytes | None = None
         self._headers_sent: list[tuple[dist.Work | None, Tensor]] = []
 
@@ -97,7 +100,9 @@ class Receiver:
     """
 
     def __init__(self, stage: Any, source: int, varying: bool) -> None:
-        self._stage, self._source, self._varying = stage, source, varying
+        self._stage = stage
+        self._source = source
+        self._varying = varying
         self._header: bytes | None = None
         self._arriving: dict[int, tuple[bytes, list[Tensor]]] = {}
 
@@ -148,6 +153,7 @@ def _described(header: bytes) -> str:
 
 
 def _of_tensor(layout: TensorLayout) -> str:
-    size, stride = list(layout.size), list(layout.stride)
+    size = list(layout.size)
+    stride = list(layout.stride)
     grad = ", requires_grad" if layout.requires_grad else ""
     return f"{str(layout.dtype).removeprefix('torch.')} {size} with strides {stride}{grad}"

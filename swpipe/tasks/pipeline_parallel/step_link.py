@@ -74,7 +74,8 @@ class StepLink:
     """
 
     def __init__(self, parent: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._parent, self._device = parent, device
+        self._parent = parent
+        self._device = device
         whole = parent or distributed_c10d._get_default_group()
         # All ranks need the same name, which no earlier link may have had: rank 0 draws it.
         name = f"swpipe_pipeline_{gather(uuid.uuid4().hex, parent)[0]}"

@@ -44,7 +44,9 @@ class PipelineTrainTasks:
         optimizer: torch.optim.Optimizer,
         load: Callable[[Any], tuple[tuple[Tensor, ...], Tensor]],
     ) -> None:
-        self._runtime, self._optimizer, self._load = runtime, optimizer, load
+        self._runtime = runtime
+        self._optimizer = optimizer
+        self._load = load
 
     def load(self, ctx: IterContext) -> None:
         """Set the inputs and the target of the whole batch."""

@@ -108,7 +108,8 @@ class TensorLayout(NamedTuple):
             return flat.new_empty(0).as_strided(self.size, self.stride).detach()
         if self._span > self._distinct:
             # Only the elements were sent: put them between the gaps again, to keep the strides.
-            base, flat = flat.view(self._base), flat.new_empty(self._span)
+            base = flat.view(self._base)
+            flat = flat.new_empty(self._span)
             flat.as_strided(self._base, self.stride).copy_(base)
         return self._as_in_memory(flat.as_strided(self.size, self.stride)).detach()
 
