@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,34 +25,36 @@ LIMIT = 0.03
 """How far the prediction may be off."""
 
 
-def schedules(n_ranks: int, hop_ms: float, scale: float) -> dict[str, tuple[PipelineSchedule, Any]]:
-    """Return the schedules with the costs of their stages; one of 1F1B is two of the others."""
-    single = costs_of(n_ranks, hop_ms, scale, share=2.0)
-    costs = replace(costs_of(2 * n_ranks, hop_ms, scale), max_mem=math.inf)
+def schedules(n_ranks: int) -> dict[str, PipelineSchedule]:
+    """Return the schedules by name; a stage of 1F1B has the work of two stages of the others."""
+    costs = replace(costs_of(2 * n_ranks, 0.0, 1.0), max_mem=math.inf)
     v_min, _ = block_orders(n_ranks, MICROBATCHES)
-    orders = VOrders(n_ranks, MICROBATCHES, costs)
     return {
-        "1F1B": (torch_schedule("1f1b", n_ranks, MICROBATCHES), replace(single, max_mem=math.inf)),
-        "ZBV": (torch_schedule("zbv", n_ranks, MICROBATCHES), costs),
-        "V-Min": (orders.schedule_of(v_min), costs),
-        "DualPipe-V": (torch_schedule("dualpipev", n_ranks, MICROBATCHES).in_sequence, costs),
+        "1F1B": torch_schedule("1f1b", n_ranks, MICROBATCHES),
+        "ZBV": torch_schedule("zbv", n_ranks, MICROBATCHES),
+        "V-Min": VOrders(n_ranks, MICROBATCHES, costs).schedule_of(v_min),
+        "DualPipe-V": torch_schedule("dualpipev", n_ranks, MICROBATCHES).in_sequence,
     }
 
 
 def on_rank(rounds: int, scale: float) -> dict[str, tuple[float, list[float]]]:
     """Return the predicted step, and the measured ones, of each schedule, in ms."""
-    from swpipe.tasks.pipeline_parallel import PipelineRuntime, measure_hop
+    from swpipe.tasks.pipeline_parallel import PipelineRuntime, measure_costs
 
     sharpen_timers()
-    data, rank = torch.ones(2 * MICROBATCHES, FEATURES), dist.get_rank()
-    steps, predicted = [], {}
-    found = schedules(dist.get_world_size(), measure_hop(data[:2]), scale)
-    for name, (schedule, costs) in found.items():
+    data = torch.ones(2 * MICROBATCHES, FEATURES)
+    micro = data[:2]
+    steps = []
+    predicted = {}
+    for name, schedule in schedules(dist.get_world_size()).items():
         share = scale * (2 if name == "1F1B" else 1)
-        own = [stage for stage, place in enumerate(schedule.placement) if place == rank]
+        own = [stage for stage, place in enumerate(schedule.placement) if place == dist.get_rank()]
         chunks = {stage: Sleeper(*(cost * share for cost in COSTS_MS)) for stage in own}
+        # What is predicted is what a user would predict: from costs that were measured before.
+        n_stages = len(schedule.placement)
+        costs = measure_costs(chunks, n_stages, lambda stage: micro, squared, micro)
+        predicted[name] = check_schedule(schedule, replace(costs, max_mem=math.inf)).makespan
         runtime = PipelineRuntime(schedule, chunks, squared)
-        predicted[name] = check_schedule(schedule, costs).makespan
 
         def ms(runtime: PipelineRuntime = runtime) -> float:
             dist.barrier()
