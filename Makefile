@@ -118,10 +118,14 @@ test-long: $(VENV)/.test ## run the random tests on new examples, for MINUTES=30
 test-alone: $(VENV)/.test ## run each quick test alone, in a fresh process; takes up where it was interrupted
 	@$(BIN)/python .ci/test_alone.py $(ARGS)
 
+# Without the pins, for other versions than theirs. Not as a variable of the target, which the
+# targets that it needs would inherit.
+UNPINNED := PIP_CONSTRAINT= PIP_BUILD_CONSTRAINT=
+
 # In a folder ahead of the installed one. fbgemm is the installed one: older builds of it need an
 # older torch.
 $(VENV)/torchrec-%: | $(VENV)/.test
-	@PIP_CONSTRAINT= PIP_BUILD_CONSTRAINT= $(INSTALL) --quiet --no-deps --target $@.new torchrec==$*
+	@$(UNPINNED) $(INSTALL) --quiet --no-deps --target $@.new torchrec==$*
 	@mv $@.new $@
 
 # Where it needs another torch, in an environment of its own, which has what .venv has but for these.
@@ -132,13 +136,10 @@ $(OTHER)/.test: constraints.txt | $(VENV)/.test
 	$(PYTHON) -m venv $(OTHER)
 	@$(BIN)/python -m pip freeze --exclude-editable | grep -v -i -E '$(OF_TORCH)' >$(OTHER)/others.txt
 	@echo "Installing torch $(TORCH) and TorchRec $(TORCHREC) into $(OTHER)."
-	@$(OTHER)/bin/python -m pip install --quiet torch==$(TORCH)
-	@$(OTHER)/bin/python -m pip install --quiet --no-deps -r $(OTHER)/others.txt \
+	@$(UNPINNED) $(OTHER)/bin/python -m pip install --quiet torch==$(TORCH)
+	@$(UNPINNED) $(OTHER)/bin/python -m pip install --quiet --no-deps -r $(OTHER)/others.txt \
 	  torchrec==$(TORCHREC) fbgemm-gpu-cpu==$(FBGEMM)
 	@touch $@
-
-$(OTHER)/.test: export PIP_CONSTRAINT :=
-$(OTHER)/.test: export PIP_BUILD_CONSTRAINT :=
 
 test-torchrec: $(if $(TORCH),$(OTHER)/.test,$(VENV)/torchrec-$(TORCHREC)) ## run the TorchRec tests on another version of it, as TORCHREC=1.5.0; TORCH=... with another torch
 	@PYTHONPATH="$(if $(TORCH),$(CURDIR),$(abspath $<))" \
