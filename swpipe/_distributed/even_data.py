@@ -292,7 +292,7 @@ class EvenIterator:
         paused: Whether the pass pulls no more, and ends after the steps that the ranks have agreed
             on.
         left: Whether the pass was left, so that no call waits for the other ranks any more.
-        raised: The errors of ``source`` since the batch before the one that was returned last.
+        raised: The errors of ``source`` that came directly before the batch returned last.
 
     Args:
         data: The agreement of the ranks.
@@ -541,9 +541,9 @@ class EvenIterator:
                 status = _HAS
             except StopIteration:
                 self._data_ended = True
-            # A source that agrees itself is out of step: that cannot wait for this step's
-            # agreement.
             except OutOfStepError:
+                # A source that agrees itself is out of step: that cannot wait for this step's
+                # agreement.
                 raise
             except Exception as failure:  # noqa: BLE001 - raised at its step, on all ranks
                 return _Pulled(NO_BATCH, failure, _FAILED)

@@ -132,8 +132,8 @@ class Admission:
             else:
                 batch = next(self.source)
         except StopIteration:
-            # A paused iterator only stops between two steps of the ranks, for ``drain``: its data
-            # goes on.
+            # A paused iterator stops between two steps of the ranks, for ``drain``. Its data has
+            # not ended.
             self.data_ended = self._agreed is None or not self._agreed.paused
             iterations.total = i
             return

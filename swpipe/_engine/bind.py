@@ -2,7 +2,7 @@
 
     apply the caller's settings             worker lanes only
       make the stream current               devices with streams only, as are the next two
-      make it wait for events               where there are some
+      make it wait for events               if there are some
         get the random generators           tasks with ``random=True`` only
           tell the observers                only while somebody observes
                 the task's function, or its shortcut

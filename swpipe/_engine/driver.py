@@ -264,10 +264,10 @@ class Driver(Generic[C]):
                 agreed = self._agreed if run.admission.source is self._agreed else None
                 if agreed is None:
                     run.stop_admitting()
-                # All ranks have agreed to run the batches that this iterator pulled early, so they
-                # may not be dropped. After ``settle``, a thread that pulls has pulled equally many
-                # on all ranks.
                 else:
+                    # All ranks have agreed to run the batches that this iterator pulled early, so
+                    # they may not be dropped. After ``settle``, a thread that pulls has pulled
+                    # equally many on all ranks.
                     run.settle()
                     agreed.paused = run.draining = True
                 try:
@@ -357,8 +357,8 @@ class Driver(Generic[C]):
                 self._end(run)
                 self.next_iteration = self._oldest
                 self.lost = ""
-            # The oldest iteration failed. The next run starts after it.
             elif self.lost:
+                # The oldest iteration failed. The next run starts after it.
                 self.next_iteration = self._oldest + 1
             self._errors.clear()
             return dropped
@@ -384,7 +384,8 @@ class Driver(Generic[C]):
         try:
             yield
         except BaseException:
-            with suppress(Exception):  # the first failure is the one to raise
+            # The first failure is raised, not an error of this clean-up.
+            with suppress(Exception):
                 self.drain()
             raise
         finally:

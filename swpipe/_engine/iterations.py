@@ -151,7 +151,7 @@ class InFlightIterations:
         self.waiting: dict[tuple[int, int], Any] = {}
 
     def stream_of(self, ins: Instruction) -> Stream:
-        """Return the stream that an instruction, one that has a stream, submits to."""
+        """Return the stream that an instruction with a stream submits its work to."""
         return self.caller_stream if ins.stream is None else self.engine.streams[ins.stream]
 
     @property
@@ -160,7 +160,7 @@ class InFlightIterations:
         return (self.caller_stream, *self.engine.streams.values())
 
     def await_device(self, event: Event) -> None:
-        """Keep the host until the device has reached an event.
+        """Keep the host waiting until the device has reached an event.
 
         Raises:
             Cancelled: The run stops.

@@ -35,8 +35,7 @@ class Observer(Protocol):
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
         """Handle the end of the task, which has returned or raised. Its stream is still current.
 
-        ``exists`` is False where "<pull>" found that the data had ended: there is no such
-        iteration.
+        ``exists`` is False if "<pull>" found the end of the data: the iteration does not exist.
         """
         return
 
@@ -136,7 +135,7 @@ class Observers:
         """Add an observer within the block.
 
         Raises:
-            TypeError: It is no ``Observer``.
+            TypeError: ``observer`` is not an object of a subclass of ``Observer``.
         """
         if isinstance(observer, type) or not isinstance(observer, Observer):
             raise TypeError(f"{shown(observer)} is no Observer: give an object of a subclass")

@@ -71,8 +71,8 @@ def _let_threads_sleep() -> None:
     try:
         set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
         set_terminate(ctypes.CDLL(None).pause)
-    # Another C++ library than libstdc++.
     except (OSError, AttributeError):
+        # Another C++ library than libstdc++.
         return
 
 

@@ -437,7 +437,7 @@ def _through_the_host(layout: _Layout) -> list[Hop]:
         hops = [hop for hop in hops if place not in hop[:2]]
         shortest: dict[tuple[int, int, int], Hop] = {}
         for before, after in product(into, out):
-            # ``<admit>`` and ``<retire>`` have an edge of their own with every task.
+            # ``<admit>`` and ``<retire>`` have a direct edge with every task already.
             if (
                 layout.order[before.producer] not in SOURCES
                 and layout.order[after.consumer] != RETIRE

@@ -98,7 +98,8 @@ class GeneratorAccess:
     def __init__(self, seeds: TaskSeeds, counter: ProgressCounter) -> None:
         self.seeds = seeds
         self.counter = counter
-        # Guards the states of whoever has access. Reentrant, for the sake of signal handlers.
+        # Guards the saved states of the generators. Reentrant, because a signal handler may
+        # interrupt the thread that holds it.
         self.lock = threading.RLock()
         self.cancelled = False
         # The last access whose turn it was within the run.

@@ -34,9 +34,9 @@ Guarantees
 
 Assumptions
     - One thread at a time drives a run; the pipeline sees to that.
-    - A task's function returns in the end. Python cannot end a thread from outside: one that does
-      not return is left running, named in the failure's note or a warning, and ends at its next
-      instruction; when the interpreter exits, at the next line of Python that it runs.
+    - A task's function returns in the end. Python cannot end a thread from outside: a thread whose
+      task does not return is left running, is named in the failure's note or a warning, and ends at
+      its next instruction or, when the interpreter exits, at its next line of Python.
 """
 
 from __future__ import annotations
@@ -376,13 +376,14 @@ class Run:
                 lane.progress.advance(passed + position + 1)
 
     def _work(self, lane: LaneRunner) -> None:
-        last_stage = self.engine.program.depth - 1  # that of <retire>
+        # The stage of ``<retire>``, which is the last instruction of an iteration.
+        last_stage = self.engine.program.depth - 1
         try:
             self.engine.device.use_on_this_thread()
             first = self.iterations.first
             turn = lane.lane.turn
             step = lane.lane.workers
-            # The worker's first period is the first one of which it is its turn.
+            # Start at the first period that is this worker's turn.
             period = next(p for p in range(step) if turn(first + p) == lane.worker)
             # Go to the last period of the run, even where this lane has no task left by then: a
             # wait for this lane may stand for a wait for a third lane that it implies.

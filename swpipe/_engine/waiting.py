@@ -104,8 +104,8 @@ class ProgressCounter:
             if target <= count:
                 try:
                     gate.release()
-                # Another thread has just woken this waiter: its gate is released already.
                 except RuntimeError:
+                    # Another thread has just woken this waiter: its gate is released already.
                     continue
                 # The waiter may take long to run again. Until then, further calls need not wake it.
                 self._waiters.pop(gate, None)
@@ -160,8 +160,8 @@ class WorkerThread:
             self._thread = None
             if thread is not None:
                 thread.start()
-        # The system refuses another thread; the constructor raises this error.
         except RuntimeError as error:
+            # The system refuses another thread; the constructor raises this error.
             self._refused = error
         finally:
             self._started.advance(1)

@@ -43,7 +43,10 @@ _CRITICAL = 0.8
 """The probability that a move begins with a critical task."""
 
 _DISTRIBUTIONS = 64
-"""The number of random distributions of tasks to threads of which a run starts with the best."""
+"""The number of random distributions of tasks to threads that are drawn before a run.
+
+The run starts with the best of them, by estimate.
+"""
 
 _SIMULATION = 45
 """The time of a simulation, in estimates."""

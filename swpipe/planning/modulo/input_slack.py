@@ -137,7 +137,8 @@ def _plans(
         groups = {schedule[name].thread_group for name in tasks}
         shared = any(e.thread_group in groups for n, e in schedule.items() if n not in tasks)
         if slack and shared and plan.threads < limits.threads:
-            # Beside a task that meets, the thread would wait there for the slowest rank.
+            # On a thread with a task that meets other ranks, the input would wait for the slowest
+            # rank.
             group = next(name for name in _GROUPS if name not in plan.thread_groups)
             schedule |= {name: replace(schedule[name], thread_group=group) for name in tasks}
         for order in (plan.order, ()):
@@ -146,8 +147,8 @@ def _plans(
             )
             try:
                 validate(changed)
-            # The input depends on later tasks, which does not allow these stages.
             except PlanError:
+                # The input depends on later tasks, which does not allow these stages.
                 continue
             yield changed
 
@@ -161,7 +162,7 @@ def _inputs(
     empty set stands for the pull alone: then all tasks are moved to later stages.
     """
     deps = [(d.consumer, d.producer) for d in dependences_of(plan)]
-    # Tasks that meet in a period keep their distance.
+    # Pairs of ``same_period_deps`` keep their distance, so both tasks move or neither does.
     tied = [(c, p) for c, p in plan.same_period_deps] + [(p, c) for c, p in plan.same_period_deps]
     deps += tied
     before = {*plan.schedule} - {*ranks.meeting(plan, costs), *limits.frozen}

@@ -61,20 +61,20 @@ class ScheduleGraph:
     """The operations, dependences and resources of a loop; tasks are numbers in the plan's order.
 
     Attributes:
-        names: Task to its name.
+        names: The name of each task.
         streams: Whether there are device operations; if not, all cost is host time.
-        host_us: Task to its time on its thread; if it blocks, its device time is a part of that.
-        launch_us: Task to the time on its thread before its device work.
-        device_us: Task to its time on its stream; 0 without streams.
-        blocks: Tasks whose thread waits for their device work.
-        stream: Task to the number of its stream, 0 for the caller's; -1 without one.
-        resources: Resource to its name.
-        reservations: Operation to what it reserves; ``2 * size`` entries.
-        edges: Dependences between operations, edges from host work to device work, and those that
+        host_us: The time of each task on its thread, including the device time if it blocks.
+        launch_us: The time of each task on its thread before its device work.
+        device_us: The time of each task on its stream; 0 without streams.
+        blocks: The tasks whose thread waits for their device work.
+        stream: The number of each task's stream; 0 for the caller's, -1 without one.
+        resources: The name of each resource.
+        reservations: The reservations of each operation; ``2 * size`` entries.
+        edges: Dependences between operations, edges from host work to device work, and edges that
             keep frozen tasks in one period.
-        deps: (consumer, producer, distance) between tasks.
-        frozen: Tasks that stay on the caller's thread, in the last stage; what comes after one in
-            its iteration is in the last stage too, by its dependence.
+        deps: The dependences between tasks, as (consumer, producer, distance).
+        frozen: Tasks that stay on the caller's thread, in the last stage. A consumer of such a task
+            in the same iteration is in the last stage too, because of its dependence.
         serial: The tasks in the order of a serial run.
         least_stages: The least stage that each task can have: above 0 only if ``same_period_deps``
             reach into later iterations.

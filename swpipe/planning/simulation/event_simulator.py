@@ -272,7 +272,7 @@ def simulate_run(graph: TimedGraph, iterations: int) -> EventSimulator:
 class _Waits:
     """The number of predecessors of each execution, period by period.
 
-    It is that of the period before, except for waits that apply for the first time or no more.
+    The numbers change from one period to the next only by waits that begin or cease to apply.
     """
 
     def __init__(self, graph: TimedGraph, iterations: int) -> None:

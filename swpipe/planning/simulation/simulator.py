@@ -280,7 +280,8 @@ def _spans(run: EventSimulator, *, events: bool = False) -> Iterable[Span]:
             row = threads[iteration % len(threads)]
             before = execution - k + node.previous - node.back * len(nodes)
             wait = start - run.end[before] if before >= 0 else start
-        elif start == end and not events:  # an event without work
+        # An event without work, such as a wait, has no span.
+        elif start == end and not events:
             continue
         begin_ns = start // _TICKS_PER_NS
         end_ns = end // _TICKS_PER_NS
