@@ -388,9 +388,7 @@ class SWPipeline(ShortcutControl[C]):
             except StopIteration:
                 return
             yield ctx
-            # A reference in this suspended frame would keep the memory of a context that the user
-            # dropped.
-            del ctx
+            del ctx  # this frame must not keep what the user drops
 
     def run(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
         """Run all batches of ``loader`` under the plan. A progress bar is shown if ``verbose``."""

@@ -30,8 +30,7 @@ def plan_facts(plan: PipelinePlan) -> dict[str, str]:
 
     Plans with equal facts have an equal ``PipelinePlan.digest``.
     """
-    # Only the digest depends on the order of the schedule.
-    facts = {"digest": plan.digest()[:12]}
+    facts = {"digest": plan.digest()[:12]}  # it alone depends on the order of the schedule
     for key, value in plan.agreed_fields().items():
         if key == "schedule":
             facts |= {f"task {name!r}": _entry(entry) for name, entry in value.items()}

@@ -113,8 +113,7 @@ class PullLimit:
         place = self._place()
         write_error(f"swpipe: {type(error).__name__}: {error}")
         if error is self.late and self._has_moved(place, _RAISED_S):
-            # The caller is running Python code, and gets the error with its next batch.
-            return
+            return  # it is in Python code, and gets the error with its next batch
         place = self._place()
 
         # ``PyThreadState_SetAsyncExc`` takes a class and calls it without arguments, so make one

@@ -140,9 +140,7 @@ class Admission:
         except OutOfStepError:
             raise
         except Exception as error:
-            # The run stops, so this may be the interrupt that stops it and not an error of the
-            # iterator.
-            if iterations.generators.cancelled:
+            if iterations.generators.cancelled:  # the run stops, and this may be its interrupt
                 raise
             add_note(error, f"swpipe: pulling the batch of iteration {iterations.first + i}")
             self.failure = error

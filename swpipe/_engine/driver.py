@@ -137,13 +137,12 @@ class Driver(Generic[C]):
 
     def __enter__(self) -> None:
         self.access.enter(sys._getframe(1))
+        # If an exception such as Ctrl-C interrupted the previous call, its run cannot continue: a
+        # task may have run only in part. If a task of another pipeline makes this call, it lends
+        # its access to the random generators, or tasks of this pipeline would wait for ever.
         run = self.run
-        # An exception such as Ctrl-C interrupted the previous call. Its run cannot continue,
-        # because a task may have run only in part.
         if run is not None and (run.in_call or run.stopping) and run.interrupted:
             self._end_with_warning(run)
-        # A task of another pipeline may make this call. It lends its access to the random
-        # generators, because tasks of this pipeline would otherwise wait for it for ever.
         self._lent = None if this_thread.access is None else lend_access()
 
     def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
@@ -509,8 +508,7 @@ class Driver(Generic[C]):
         source = self._source(iterator, length) if self._check_data else iterator
         run = self.run = Run(self.engine, iterator, source, self.next_iteration)
         self.lost = ""
-        # ``close`` may have come before there was a run for it to stop.
-        if self.access.closed:
+        if self.access.closed:  # by now, when there was no run to stop
             run.stop()
         try:
             run.start()

@@ -46,8 +46,8 @@ def end_thread(ident: int, error: RuntimeError, has_left: Callable[[], bool]) ->
     if is_alone() or has_left():
         return
     prefix = rank_prefix()
+    # A collective that is aborted returns with an error. A call that still waits is no collective.
     abort_process_groups(GRACE_S)
-    # A collective that was aborted returns with an error. A call that still waits is none of those.
     if not has_left():
         for note in getattr(error, "__notes__", ()):
             write_error(note)

@@ -167,8 +167,7 @@ class InFlightIterations:
         """
         pause_s = 20e-6
         while not event.query():
-            # Every wait of a run ends when the run stops, this one too.
-            if self.generators.cancelled:
+            if self.generators.cancelled:  # as all waits of a run that stops
                 raise Cancelled
             # Polling, and not a blocking synchronisation: only so can ``stop`` end the wait. The
             # pause doubles up to 0.5 ms.

@@ -241,9 +241,7 @@ class _Access(AbstractContextManager[None]):
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         if frame is None:
-            # Do not restore the generators: the thread may have locked them when the process was
-            # forked.
-            _queue.pop(self, None)
+            _queue.pop(self, None)  # leave the generators: that thread may have locked them
 
     def _wait(self) -> None:
         while (first := _first()) is not self:

@@ -429,9 +429,9 @@ class Run:
         def retire(i: int) -> None:
             iteration: InFlight = iterations.slots[i % depth]
             if wait is not None:
-                # The caller may use the context on its stream, so that stream waits for all last
-                # tasks.
-                wait(i)
+                # The caller may use the context on its stream, which waits for the last tasks of
+                # the iteration.
+                wait(i)  # the caller's stream, for all sinks
                 self._hold(iteration)
                 self._mark_end(i)
             if releases is not None:
@@ -461,8 +461,8 @@ class Run:
         if isinstance(error, Cancelled):
             return
         if isinstance(error, StopIteration):
-            # ``progress`` raises StopIteration at the end of the data. A task's would end the loop
-            # silently (compare PEP 479).
+            # Raised by ``progress``, StopIteration means the end of the data: a task's
+            # StopIteration would end the loop silently (compare PEP 479).
             cause = error
             error = RuntimeError("a task raised StopIteration, which only the user's iterator may")
             error.__cause__ = cause
@@ -473,9 +473,8 @@ class Run:
         elif not isinstance(error, Exception):
             add_note(error, f"swpipe: after {type(first).__name__}: {first}")
             if lane is self.lanes[0] and self.stalled is None:
-                # A KeyboardInterrupt of the caller's thread replaces the failure, also if the next
-                # call raises it.
-                self._failure["first"] = error
+                # A KeyboardInterrupt of the caller's thread replaces an earlier failure.
+                self._failure["first"] = error  # the caller's, also where the next call raises it
 
     def _place(self, lane: LaneRunner) -> str:
         if lane.instruction.task in SOURCES:

@@ -220,9 +220,8 @@ class ThreadTorchState:
             self.applied = state
             return
         self.reset()
-        # Off, whatever the caller has: torch clears its cache of casts when a thread leaves
-        # autocast, and a worker never does. The next forward would use the weights of the step
-        # before.
+        # Not the caller's setting: torch clears its cache of casts when a thread leaves autocast,
+        # and a worker never leaves it. The next forward would use the weights of the step before.
         torch.set_autocast_cache_enabled(False)
         values = state[1 + len(_REFUSED) :]
         appliers = values[0].appliers

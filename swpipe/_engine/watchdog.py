@@ -100,8 +100,7 @@ class Watchdog:
             looked_s = min(now - last, LOOK_COUNTS_AT_MOST * interval_s)
             last = now
             gone = gone + 1 if self._owner() is None else 0
-            # The finalizer has had a whole interval in which to end the run.
-            if gone > 1:
+            if gone > 1:  # the finalizer has had its time
                 self._run.end()
                 return
             places = [(lane.period, lane.position) for lane in self._run.lanes]

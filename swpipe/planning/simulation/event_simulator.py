@@ -218,8 +218,7 @@ class EventSimulator:
         if self._each[k] and time:
             iteration = execution // self.size - self._stage[k]
             taken = self._each[k][iteration % self._sampled]
-            # The lock takes the same fraction of each sampled time.
-            lock = lock * taken // time
+            lock = lock * taken // time  # the same part of each run
             time = taken
         self.start[execution] = begin
         self.end[execution] = begin + time
