@@ -394,8 +394,8 @@ class Driver(Generic[C]):
     def close(self) -> None:
         """Stop the threads and drop the iterations in flight, or make the call under way do so."""
         self.access.close()
-        # In a forked child, the thread that held the run's lock does not exist: the lock is never
-        # released.
+        # In a forked child, a thread that held a lock of the run does not exist, and never releases
+        # it.
         if self.access.forked:
             self.run = None
         run = self.run

@@ -356,8 +356,8 @@ class Run:
         lane.period = period
         iterations = self.iterations
         observers = self.engine.observers()
-        # ``ops`` was composed with or without calls of the observers, so a plain run pays for none.
         passed = period * lane.size
+        # Both lists are composed in advance: a run without observers calls none of their layers.
         ops = lane.observed_ops if observers else lane.ops
         for position, (waits, stage, step, publish, ins) in enumerate(ops):
             lane.position = position
@@ -395,7 +395,7 @@ class Run:
                 self._let_earlier_pass(lane)
             self.fail(error, lane)
         else:
-            # No lane waits for a later period, but ``settle`` may wait for the last pull.
+            # This lane runs no further periods, so no lane has to wait for them.
             lane.progress.advance(FOREVER)
         finally:
             if lane.torch_state is not None:

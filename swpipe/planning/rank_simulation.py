@@ -122,8 +122,9 @@ class _Run:
         far = 1 + max(lag for arcs in into for _, _, lag in arcs)
         # The last axis is the ranks of a group; the first is groups side by side.
         shape = (max(1, _PLACES // self.ranks.number), self.ranks.number) if differ else (1, 1)
+        # A ring over periods, as long as the largest lag, so that memory does not grow with the
+        # run.
         ends = np.zeros((len(nodes), far, *shape))
-        # ``ends`` is a ring over periods, as long as the largest lag, so that memory does not grow.
         factors: dict[int, Mapping[str, _Times]] = {}
         last = _WARM_UP + _MEASURED
         first = _WARM_UP
