@@ -125,8 +125,8 @@ class EventSimulator:
 
     def _grow(self) -> int:
         """Add some periods, and return the new number of executions."""
-        # As many periods as one execution can affect directly, so that arcs never point past the
-        # end.
+        # As many periods as one execution can affect directly, so that one growth is enough for any
+        # arc.
         more = min(self._reach, (self.limit - len(self.end)) // self.size)
         for _ in range(more):
             self._pending += self._waits.in_next_period()
@@ -138,7 +138,7 @@ class EventSimulator:
 
     def _propagate(self, stack: list[int]) -> None:
         """Compute all executions that follow from those on the stack, except contended ones."""
-        # Local names: this loop is nearly all the time of a simulation.
+        # Local names, because this loop takes most of the time of a simulation.
         size = self.size
         total = self.iterations
         count = len(self.end)

@@ -47,7 +47,7 @@ def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
     _, busy = graph.busiest()
     cycle = heaviest_cycle(len(graph.nodes), (*graph.arcs, *graph.steady), above=busy)
     bound_us = busy / TICKS_PER_US if cycle is None else cycle.ratio_us
-    # Without contention the heaviest cycle is the interval. With contention it is a lower bound.
+    # Without contention this bound is the interval itself.
     if not graph.contended or bound_us >= enough_us:
         return Interval(bound_us, exact=True)
     ii_us, exact = _simulated_interval(graph.limited())
