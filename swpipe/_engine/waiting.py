@@ -127,7 +127,7 @@ class WorkerThread:
 
     If a signal raises an exception in the middle of ``threading.Thread.start`` or ``join``, a
     running thread may count as ended, or the exception is replaced by "release unlocked lock". An
-    exception raised while a ``threading.Thread`` is deallocated is lost. Therefore a helper thread,
+    exception raised while a ``threading.Thread`` is deallocated is lost. Therefore another thread,
     which gets no signals, starts the thread, and the thread itself has the last reference to its
     object.
     """
