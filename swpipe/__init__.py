@@ -1,4 +1,4 @@
-"""Software pipelining for PyTorch: tasks say what to compute, plans how to overlap."""
+"""Software pipelining for PyTorch: tasks define the computation, plans define the overlap."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Before all that asks to be called in a forked child, so that this is the one line to read.
+# Before the imports that register functions for a forked child, so that this message comes first.
 if not hasattr(os, "register_at_fork"):
     raise ImportError(
         "swpipe needs a system whose processes can fork, such as Linux; on Windows, use it in WSL"
@@ -50,6 +50,8 @@ __all__ = [
     "through",
 ]
 
+# These names are loaded when they are first used: their modules take a large part of the import
+# time, and a plain pipeline needs none of them.
 _LATE = {
     "EvenData": "swpipe.loops",
     "ProfileResult": "swpipe.profiler",
@@ -63,12 +65,14 @@ _LATE = {
     "through": "swpipe.loops",
 }
 
-if not TYPE_CHECKING:  # which would take each name for Any
+# For type checkers, ``__getattr__`` would give each name the type Any.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """The names of the profiler, the planners and the loops, loaded when asked for."""
+        """Load a name of the profiler, the planners or the loops when it is first used."""
         if name in _LATE:
             return getattr(import_module(_LATE[name]), name)
+        # Packages that ``import swpipe`` alone makes available as attributes.
         if name in ("loops", "tuning"):
             return import_module(f"swpipe.{name}")
         raise AttributeError(f"module 'swpipe' has no attribute {name!r}")

@@ -1,9 +1,10 @@
-"""Loaders that Accelerate prepared: what they tell of a batch is that of the batch pulled last.
+"""A check that refuses loaders that Accelerate prepared, if batches are pulled ahead.
 
-``accumulate`` and ``gather_for_metrics`` ask for it while the tasks of an earlier batch run, where
-batches are pulled ahead. Such a loader makes itself known to Accelerate when it is first asked for
-a batch, through whatever wraps it (``enumerate``, a progress bar): this is looked at once per
-iterator. One that was begun before is known by its generator, if nothing wraps it.
+Accelerate's ``accumulate`` and ``gather_for_metrics`` ask the loader about the batch that was
+pulled last. If batches are pulled ahead, that is a later batch than the one whose tasks run. A
+prepared loader registers itself with Accelerate at its first pull, through any wrapper
+(``enumerate``, a progress bar), so the registrations are compared once per iterator. A loader that
+was begun earlier is recognised by its generator, if nothing wraps it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LIBRARY = "accelerate"
 
 
 class PreparedCheck:
-    """A check of the first pull of an iterator; made before it."""
+    """A check of the first pull of an iterator, made before that pull."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._pushed = isinstance(iterator, PushedBatches)
@@ -29,33 +30,36 @@ class PreparedCheck:
         self._known = _in_use()
 
     def after_pull(self) -> None:
-        """Refuse the iterator if a prepared loader has come into use.
+        """Raise an error if a prepared loader has come into use.
 
         Raises:
-            RuntimeError: It names the loader's library, and what to do.
+            RuntimeError: A prepared loader is in use; the message says what to do.
         """
         now = _in_use()
         if self._pushed and now:
             raise _refused()
         if len(now) > len(self._known):
-            _state().dataloader_references = [None, *self._known]  # as before the pull
+            # Remove the loader again, so that Accelerate's state is as before the pull.
+            _state().dataloader_references = [None, *self._known]
             raise _refused()
 
 
 def _state() -> Any:
     kind: Any = getattr(sys.modules.get(f"{LIBRARY}.state"), "GradientState", None)
-    # Shared by all its instances; empty until the library is used, which is not begun here.
+    # ``_shared_state`` is shared by all instances, and empty until the library is used. To make an
+    # instance earlier would begin its use.
     return kind() if getattr(kind, "_shared_state", None) else None
 
 
 def _in_use() -> list[Any]:
-    """The loaders that Accelerate takes to be iterated over, innermost last."""
+    """Return the loaders that Accelerate takes to be iterated over, innermost last."""
     state = _state()
     known = () if state is None else state.dataloader_references
     return [one for one in known if one is not None]
 
 
 def _is_prepared(loader: Any) -> bool:
+    # Accelerate is never imported here: a prepared loader exists only if the user has imported it.
     module: Any = sys.modules.get(f"{LIBRARY}.data_loader")
     return module is not None and isinstance(loader, module.DataLoaderStateMixin)
 

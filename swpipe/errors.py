@@ -1,10 +1,10 @@
-"""Three kinds of error: the value is wrong, the call is wrong, we are wrong.
+"""The three kinds of error: a wrong value, a call at the wrong time, a fault in swpipe.
 
-- ``PlanError`` (a ``ValueError``): a plan, or a plan together with its tasks, cannot be run. It
-  lists everything that is wrong at once.
-- ``RuntimeError``: a call that does not fit the moment (``progress`` after ``close``); and those
-  below that are derived from it.
-- ``InternalError``: a rule of swpipe's own was broken; please report it.
+- ``PlanError`` (a ``ValueError``): a plan, or a plan together with its tasks, cannot be run. The
+  message lists everything that is wrong.
+- ``RuntimeError``: a call at the wrong time (``progress`` after ``close``), and the classes below
+  that are derived from it.
+- ``InternalError``: swpipe has broken one of its own rules; please report it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ __all__ = [
 ]
 
 MOST_IN_MESSAGE = 6000
-"""Characters of a plan's problems that a message has; the first problem is always there."""
+"""The largest number of characters of problems in a message; it always has the first problem."""
 
 _MOST_IN_PROBLEM = 3000
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a plan.
+    """One fault of a plan.
 
     Attributes:
-        text: What is wrong, and what to change.
+        text: The fault, and the change that removes it.
         tasks: The tasks at fault, whose cells are marked in the grid.
-        terms: The edges and stages that the text proposes; the text has the ``str`` of each. A
-            front end replaces them by its own words.
+        terms: The edges and stages that the text proposes; the text contains the ``str`` of each. A
+            front end replaces them by its own terms.
     """
 
     text: str
@@ -51,12 +51,13 @@ class PlanError(ValueError):
     """A plan that cannot be run, with all its problems and the period x task grid.
 
     Attributes:
-        problems: Everything that is wrong, in the order in which it was found. The message has the
-            first ``MOST_IN_MESSAGE`` characters of them.
-        grid: The plan's grid with the tasks at fault marked, or "" where none can be drawn.
+        problems: All faults, in the order in which they were found. The message has their first
+            ``MOST_IN_MESSAGE`` characters.
+        grid: The plan's grid with the tasks at fault marked; "" if no grid can be drawn.
     """
 
-    what = "this"  # the plan may be a front end's own, of which its caller has never heard
+    # Not "the plan": a front end may have made the plan, and its user has never seen one.
+    what = "this"
 
     def __init__(self, problems: Sequence[Problem], grid: str = "") -> None:
         self.problems = tuple(problems)
@@ -74,7 +75,7 @@ class PlanError(ValueError):
 
     @property
     def in_one_line(self) -> str:
-        """The problems of the message, without the grid."""
+        """The problems of the message on one line, without the grid."""
         told = self._told()
         more = len(self.problems) - len(told)
         return "; ".join(told) + (f"; and {more} more" if more else "")
@@ -83,8 +84,11 @@ class PlanError(ValueError):
         told: list[str] = []
         room = MOST_IN_MESSAGE
         for problem in self.problems:
+            # One line per problem, and a limit on each: names and values in the text come from the
+            # user.
             text = shorten(" ".join(problem.text.splitlines()), _MOST_IN_PROBLEM)
             room -= len(text)
+            # The first problem is always told, however long it is.
             if told and room < 0:
                 break
             told.append(text)
@@ -92,7 +96,10 @@ class PlanError(ValueError):
 
 
 class StallError(RuntimeError):
-    """Nothing moved for longer than ``stall_timeout_s``; the message says who waits for whom."""
+    """No progress for longer than ``stall_timeout_s``.
+
+    The message says for each thread group which task it is in or what it waits for.
+    """
 
 
 class ShortcutError(RuntimeError):
@@ -100,10 +107,12 @@ class ShortcutError(RuntimeError):
 
     Attributes:
         task: The name of the task.
-        reason: What cannot be replayed, why, and what to do about it.
+        reason: The part that cannot be replayed, the cause, and the remedy.
     """
 
     def __init__(self, task: str, reason: str) -> None:
+        # All arguments go to ``Exception``, so that the error can be pickled and sent between
+        # processes.
         super().__init__(task, reason)
         self.task = task
         self.reason = reason
@@ -113,11 +122,12 @@ class ShortcutError(RuntimeError):
 
 
 class UnsavedStateError(RuntimeError):
-    """Tasks change something that is not restored afterwards.
+    """Tasks change a state that is not restored after a trial.
 
     Attributes:
-        names: What it is.
-        mend: What to do about it.
+        names: The names of the states.
+        what: The beginning of the message, which says what changes them.
+        mend: The remedy.
     """
 
     def __init__(self, names: Sequence[str], what: str, mend: str) -> None:
@@ -132,14 +142,14 @@ class UnsavedStateError(RuntimeError):
 
 
 class InternalError(RuntimeError):
-    """A rule of swpipe's own was broken."""
+    """A broken rule of swpipe's own, which is a fault in swpipe."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}. This is a fault in swpipe, not in your code: please report it.")
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to any exception; one that refuses notes has it written to standard error."""
+    """Add a note to an exception, or write it to standard error if the exception refuses notes."""
     try:
         error.add_note(note)
     except Exception:  # noqa: BLE001 - a frozen dataclass, say, or notes that are not a list
@@ -147,6 +157,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def write_error(text: str) -> None:
-    """Write to standard error what no exception or warning can carry."""
+    """Write a text that no exception or warning can carry to standard error."""
+    # One call for text and newline, so that the lines of several threads do not mix.
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

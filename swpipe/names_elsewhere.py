@@ -1,4 +1,4 @@
-"""Where private names of recsys-examples' ``SWPipeline`` have their meaning here."""
+"""Hints for private names of recsys-examples' ``SWPipeline``, which have another name here."""
 
 _WHERE = {
     "_defs _topo_order": "pipe.tasks has the tasks, in serial order",
@@ -10,10 +10,10 @@ _WHERE = {
     "_shortcut_tasks": "it is shortcut_tasks",
     "_shortcut_cache _apply_shortcut _capture_and_cache": "enable_shortcut() caches and replays",
 }
-"""Names to what to say."""
+"""The names, separated by spaces, and the hint for them."""
 
 
 def where_it_is(name: str) -> str:
-    """What an ``AttributeError`` says of a name that ``SWPipeline`` does not have."""
+    """Return the message of the ``AttributeError`` for a name that ``SWPipeline`` does not have."""
     told = "".join(f": {where}" for names, where in _WHERE.items() if name in names.split())
     return f"'SWPipeline' object has no attribute {name!r}{told}"

@@ -1,4 +1,4 @@
-"""What the user holds: tasks and a plan, run together."""
+"""The pipeline: tasks and a plan, run together."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class PipelineOptions(TypedDict, total=False):
-    """The keywords of ``SWPipeline`` that whoever makes one passes on, beside ``device``."""
+    """The keywords of ``SWPipeline``, besides ``device``, that functions which make one pass on."""
 
     seed: int | None
     start_iteration: int
@@ -55,46 +55,47 @@ class PipelineOptions(TypedDict, total=False):
 
 @suggests_keywords
 class SWPipeline(ShortcutControl[C]):
-    """Runs tasks under a plan.
+    """A pipeline that runs tasks on a stream of batches, under a plan.
 
     Use it as a context manager, or call ``close``. One thread at a time may call it.
 
     Args:
-        plan: How to overlap.
-        tasks: What to compute; may be omitted where the keys of the plan's schedule are tasks.
-            Their order is that of a serial run, as far as the dependences allow.
-        device: Where device work goes: None for the machine's accelerator, or else the CPU.
+        plan: The plan, which says where and when each task runs.
+        tasks: The tasks; may be omitted if the keys of the plan's schedule are tasks. Their order
+            is that of a serial run, as far as the dependences allow.
+        device: The device of the tasks' work; None for the machine's accelerator, or else the CPU.
         context: The class of contexts, a subclass of ``TypedContext``, called with ``(batch,
             iter_idx)``; None for ``IterContext``.
-        seed: What the seeds of tasks with ``random=True`` derive from; None for
+        seed: The seed from which the seeds of tasks with ``random=True`` derive; None for
             ``torch.initial_seed()``.
         start_iteration: The number of the first iteration, as if it were loaded from a state.
         stall_timeout_s: Seconds without progress after which ``progress`` raises ``StallError``;
             None to wait for ever. Must be longer than the longest task, and than the longest random
-            task of any pipeline in the process: they take turns to draw.
-        record_all_events: Record the device event of every task, needed or not, for debugging.
+            task of any pipeline in the process, because random tasks run one at a time.
+        record_all_events: Record the device event of every task, even if nothing waits for it, for
+            debugging.
         check_ranks: With torch.distributed initialised, compare plans across ranks at the first
             fill, and shortcuts whenever some are enabled or disabled.
-        check_data: Whether ranks agree on each pass's end before any of them drains, and on errors
-            of their iterators. None: with ``check_ranks``, if globally ordered tasks are in more
-            than one stage, since the collectives of a rank that drains would not match.
-        mode: Returns what must stay the same while iterations are in flight, besides torch's
-            gradient and inference modes; compared with ``==``: ``lambda: model.training``.
-        check_effects: Watch tasks: PlanError where a pure one breaks its word, or one touches what
-            the plan does not keep in serial order. None: in the first 16 iterations, unless what
-            tasks declare proves the plan, and pure tasks in 2% of the others. True, or
-            a share such as 0.02 of the iterations after the first 16: all tasks. False: nothing.
-            Compiled functions are not watched, nor are serial runs and profiles. An operator that
-            is watched takes about 20 us longer.
-        effects: What each task touches, as recorded: the plan is verified for it.
-        keep: As ``PipelinePlan.keep``, in its place; None: as the plan says. What tasks use is what
-            they say by ``reads``, or what ``effects`` have.
-        run_ahead: As ``PipelinePlan.run_ahead``, in its place; None: as the plan says.
-        host: Where threads come from; for tests.
+        check_data: Whether ranks agree on the end of each pass before any of them drains, and on
+            errors of their iterators. None: with ``check_ranks``, if globally ordered tasks are in
+            more than one stage, because the collectives of a rank that drains would not match.
+        mode: Returns a value that must not change while iterations are in flight, besides torch's
+            gradient and inference modes; compared with ``==``. Example: ``lambda: model.training``.
+        check_effects: Watch tasks, and raise PlanError if a pure task is not pure, or if a task
+            accesses a location whose serial order the plan does not keep. None: all tasks in the
+            first 16 iterations, unless the tasks' declarations prove the plan, and pure tasks in 2%
+            of the later iterations. True, or a share such as 0.02 of the iterations after the first
+            16: all tasks. False: no task. Compiled functions are not watched, nor are serial runs
+            and profiles. A watched operator takes about 20 us longer.
+        effects: The recorded effects of each task, for which the plan is verified.
+        keep: Replaces ``PipelinePlan.keep``; None for the plan's value. The attributes that a task
+            uses are taken from its ``reads`` or from ``effects``.
+        run_ahead: Replaces ``PipelinePlan.run_ahead``; None for the plan's value.
+        host: The source of threads and counters, for tests.
 
     Raises:
-        PlanError: The plan cannot run, or tasks could access a state that they declare in another
-            order than serially; lists everything that is wrong with it.
+        PlanError: The plan cannot run, or tasks could access a declared state in another order than
+            serially. The message lists everything that is wrong.
         TypeError: ``context`` cannot be used; the message says why.
         ValueError: The device is not on this machine, or an argument's value cannot be used.
 
@@ -126,6 +127,8 @@ class SWPipeline(ShortcutControl[C]):
     ) -> None:
         self.device = resolve(device)
         self.context = context_class(context)
+        # Everything that can be wrong is found here, before any thread starts or any batch is
+        # pulled.
         verified = verify_for_run(
             plan,
             tasks,
@@ -153,6 +156,8 @@ class SWPipeline(ShortcutControl[C]):
             context=self.context,
             observers=self._observers,
             mode=checked_mode(mode),
+            # At depth 1 the batch pulled last is the one whose tasks run, which Accelerate's
+            # loaders need.
             pull_check=PreparedCheck if verified.program.depth > 1 else None,
             releases=verified.releases,
         )
@@ -160,13 +165,18 @@ class SWPipeline(ShortcutControl[C]):
         streams = self.device.has_streams
         lanes = {(entry.thread_group, streams and entry.stream) for entry in entries}
         overlaps = verified.program.depth > 1 or len(lanes) > 1
+        # Without overlap tasks run in serial order, so there is nothing to watch for. The module is
+        # imported only if needed: a plain run does without it.
         if check_effects is not False and (check_effects is not None or overlaps):
             from swpipe.inference.chosen_check import checked
 
             engine = checked(engine, verified, check_effects)
         timeout_s = self._stall_timeout_s
+        # The place of the user's call, for the warning of a pipeline that is dropped without
+        # ``close``. One frame lies between: the wrapper of ``suggests_keywords``.
         frame = sys._getframe(2)
         at = frame.f_code.co_filename, frame.f_lineno
+        # With collectives in one stage, a rank that drains makes the same collectives as before.
         if check_data is None:
             ordered = {entry.stage for entry in entries if entry.globally_ordered}
             check_data = check_ranks and len(ordered) > 1
@@ -181,6 +191,7 @@ class SWPipeline(ShortcutControl[C]):
         self._driver.next_iteration = checked_start(start_iteration)
 
     def __repr__(self) -> str:
+        # Up to nine names are shown; of more, the first eight and the number of the rest.
         names = [task.name for task in self.tasks]
         most = [*names[:8], f"and {len(names) - 8} more"] if len(names) > 9 else names
         groups = ", ".join(self.plan.thread_groups)
@@ -191,52 +202,57 @@ class SWPipeline(ShortcutControl[C]):
         )
 
     def _repr_html_(self) -> str:
-        """Which batch each task works on, period by period, for a notebook."""
+        """Return the batch that each task works on, period by period, for a notebook."""
         shown = f"{self!r}\n\n{self.format_schedule(self.plan.depth + 3)}"
         return f"<pre>{escape(shown)}</pre>"
 
     def in_flight_of_others(self, iterator: Iterator[Any]) -> int:
-        """How many of those in flight have been pulled from another iterator."""
+        """Return how many iterations in flight were pulled from an iterator other than this one."""
         run = self._driver.run
         return 0 if run is None or run.admission.iterator is iterator else run.in_flight
 
     @property
     def in_flight(self) -> int:
-        """How many iterations have been pulled and not been handed out."""
+        """The number of iterations that were pulled and not handed out."""
         return self._driver.in_flight
 
     @property
     def next_iteration(self) -> int:
-        """The number of the next iteration, where none is in flight."""
+        """The number of the next iteration, if none is in flight."""
         return self._driver.next_iteration
 
     def state_dict(self, *, check: bool = True) -> dict[str, int]:
-        """What to save beside models and optimizers, so that a later run can go on from here.
+        """Return the state to save with models and optimizers, so that a later run can resume.
 
         Args:
-            check: Refuse if iterations in flight, or dropped by a failure or ``close``, may have
-                changed what is saved; False if you know that they have not.
+            check: Raise an error if iterations that are in flight, or were dropped by a failure or
+                ``close``, may have changed what is saved; False if you know that they have not.
 
         Returns:
-            ``next_iteration``, after the last one that was handed out; ``in_flight``, the batches
-            pulled beyond it, to be pulled again; ``seed``, of tasks with ``random=True``.
+            ``next_iteration``, the number after the last iteration that was handed out;
+            ``in_flight``, the number of batches pulled beyond it, which have to be pulled again;
+            ``seed``, the seed of tasks with ``random=True``.
 
         Raises:
-            RuntimeError: The state would not lead back to the same numbers, or a call is under way.
+            RuntimeError: A run from the state would give other numbers, or a call is under way.
         """
         from swpipe.inference.early_changes import refuse_early_changes
 
         state = self._driver.state_dict(check)
+        # Tasks of iterations in flight may already have changed the model that is saved with this
+        # state.
         if check and self.in_flight:
             refuse_early_changes(self.in_flight, self.plan, self.tasks)
         return state
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on with a saved number and seed; ``swpipe.loops.ResumableLoop`` sets back a loader.
+        """Restore the number of the next iteration and the seed from a saved state.
+
+        The loader is not restored; ``swpipe.loops.ResumableLoop`` restores it too.
 
         Raises:
             RuntimeError: Iterations are in flight.
-            ValueError: ``state`` is not what ``state_dict`` returns.
+            ValueError: ``state`` was not made by ``state_dict``.
         """
         with self._driver:
             self._driver.refuse_in_flight("loading a state")
@@ -245,8 +261,9 @@ class SWPipeline(ShortcutControl[C]):
     def fill_pipeline(self, iterator: Iterable[Any]) -> None:
         """Run the prologue: pull ``depth - 1`` batches, or as many as there are.
 
-        Optional: otherwise the first ``progress`` does it. It raises what ``progress`` raises. Of
-        a loader, such as a list, ``progress()`` goes on with the iterator that is made here.
+        The call is optional: otherwise the first ``progress`` runs the prologue. It raises the same
+        errors as ``progress``. If ``iterator`` is a loader, such as a list, ``progress()`` without
+        an argument continues with the iterator that is made here.
         """
         given = iterator if isinstance(iterator, Iterator) else iter(iterator)
         self._driver.fill(given)
@@ -255,8 +272,8 @@ class SWPipeline(ShortcutControl[C]):
         """Run one period: admit a batch, run every task once, hand out the oldest iteration.
 
         Args:
-            iterator: Where the batches come from; the same one until it is drained. None: the one
-                that the iterations in flight are from.
+            iterator: The iterator over the batches; give the same one until it is drained. None for
+                the iterator that the iterations in flight come from.
 
         Returns:
             The context of the oldest iteration. The caller's stream waits for all of its device
@@ -264,19 +281,19 @@ class SWPipeline(ShortcutControl[C]):
 
         Raises:
             StopIteration: All batches of the iterator have been handed out.
-            PlanError: A task touches a state ahead of the caller's work between two calls, which
-                may touch it, too; ``run()`` has none.
+            PlanError: A task runs ahead of the caller's work between two calls, and both may access
+                the same state. ``run()`` has no work of the caller between calls.
             RuntimeError: The pipeline is closed, or in use by another thread, or iterations of
                 another iterator, or of another mode (gradients, inference), are in flight.
-            StallError: Nothing moved for ``stall_timeout_s``.
-            UnevenDataError: As StopIteration, where only some ranks' data has ended.
-            Exception: Whatever the iterator raised, when the iterations before have been handed
-                out. Nothing is dropped, and the next call goes on with the iterator. On several
-                ranks with ``check_data``, all raise at that step, as ``RankDataError`` where the
-                data of another rank failed.
-            BaseException: Whatever a task raised first, with a note of where. What was in flight is
-                dropped, and the pipeline can be filled again. An iteration that was complete when
-                another failed is handed out first; the next call raises.
+            StallError: No thread group made progress for ``stall_timeout_s`` seconds.
+            UnevenDataError: The data of only some ranks has ended, at this step.
+            Exception: An error of the iterator, raised when the iterations before it have been
+                handed out. Nothing is dropped, and the next call continues with the iterator. On
+                several ranks with ``check_data``, all ranks raise at that step; ranks whose own
+                data did not fail raise ``RankDataError``.
+            BaseException: The first error of a task, with a note of the task and the iteration. The
+                iterations in flight are dropped, and the pipeline can be filled again. An iteration
+                that was complete when another one failed is handed out first; the next call raises.
         """
         if self._asks_of_body:
             self._refuse_beside_body()
@@ -285,7 +302,7 @@ class SWPipeline(ShortcutControl[C]):
         return self._driver.progress(iterator)
 
     def _refuse_beside_body(self) -> None:
-        """Refuse a plan that is none for a loop with a body; asked once."""
+        """Raise PlanError if the plan does not allow a loop body. The plan is checked only once."""
         if self._asks_of_body:
             self._verified.refuse_beside_body()
             self._asks_of_body = False
@@ -306,8 +323,8 @@ class SWPipeline(ShortcutControl[C]):
     def flush(self) -> Iterator[C]:
         """Finish the pushed batches: iterate over the contexts, oldest first.
 
-        What you do with a context comes before the tasks of the next one, as with ``progress``.
-        Iterate to the end before you push again; ``drain`` finishes the rest.
+        Your work on a context comes before the tasks of the next one, as with ``progress``.
+        Iterate to the end before you push again, or call ``drain`` to finish the remaining batches.
 
         Raises:
             RuntimeError: Iterations of an iterator are in flight.
@@ -319,37 +336,37 @@ class SWPipeline(ShortcutControl[C]):
         return self._driver.flush()
 
     def drain(self) -> list[C]:
-        """Stop admitting; finish what is in flight, and hand it out, oldest first.
+        """Stop admitting iterations, finish those in flight, and return them, oldest first.
 
-        The iterator keeps its other batches. What you do with a context comes after the tasks of
-        all others here.
+        The iterator keeps its remaining batches. Your work on a context comes after the tasks of
+        all contexts that are returned.
 
         Raises:
             BaseException: As for ``progress``. Contexts that were complete before are not lost: the
-                next call hands them out.
+                next call returns them.
         """
         return self._driver.drain()
 
     def drop(self) -> int:
-        """Stop and forget all iterations in flight; returns how many they were.
+        """Stop and drop all iterations in flight, and return their number.
 
-        What their tasks have already changed outside the context stays changed.
-        ``next_iteration`` goes on after the last iteration handed out, or the one that failed.
+        Changes that their tasks have already made outside the context remain. ``next_iteration``
+        continues after the last iteration that was handed out, or after the one that failed.
         """
         return self._driver.drop()
 
     def settle(self) -> None:
-        """Wait until the loader is not called any more, before the next call for an iteration.
+        """Wait until no thread uses the loader before the next call for an iteration.
 
-        For a plan with a ``pull_group``, which calls it between two calls, too. The batches of all
-        iterations that were begun have been pulled then, or the data has ended.
+        It is needed with a plan's ``pull_group``, which also pulls batches between two calls.
+        Afterwards the batches of all iterations that were begun are pulled, or the data has ended.
         """
         with self._driver:
             if self._driver.run is not None:
                 self._driver.run.settle()
 
     def agree(self) -> None:
-        """Compare the plan across ranks, as the first ``progress`` does; once."""
+        """Compare the plan across ranks, as the first ``progress`` does. Later calls do nothing."""
         self._driver.agree()
 
     def iterate(self, loader: Iterable[Any]) -> Iterator[C]:
@@ -362,6 +379,8 @@ class SWPipeline(ShortcutControl[C]):
         return self._contexts(iter(loader), loader)
 
     def _contexts(self, iterator: Iterator[Any], loader: Iterable[Any]) -> Iterator[C]:
+        # A generator is its own iterator and may have been used in part: only a loader's length is
+        # valid.
         length = len(loader) if iterator is not loader and isinstance(loader, Sized) else None
         while True:
             try:
@@ -372,7 +391,7 @@ class SWPipeline(ShortcutControl[C]):
             del ctx  # this frame must not keep what the user drops
 
     def run(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
-        """Run all of ``loader`` under the plan, with a progress bar where ``verbose``."""
+        """Run all batches of ``loader`` under the plan. A progress bar is shown if ``verbose``."""
         from swpipe.run_report import run_to_end
 
         contexts = self._contexts(iter(loader), loader)
@@ -386,20 +405,24 @@ class SWPipeline(ShortcutControl[C]):
         """
         driver = self._driver
         with driver:
+            # A run without iterations in flight is ended; one with some would interleave with
+            # serial tasks.
             if driver.run is not None:
                 driver.refuse_in_flight("running serially")
             number = driver.next_iteration if iter_idx is None else iter_idx
             driver.begin_serial(number)
             ctx = self.context(batch, number)
-            del batch  # which a plan with keep may let go
+            # A plan with ``keep`` may release the batch, which this reference would prevent.
+            del batch
             ctx = self._serial.run(driver.engine, ctx)
+            # The iteration has not failed, so its state is not lost.
             driver.lost = ""
             if iter_idx is None:
                 driver.next_iteration += 1
             return ctx
 
     def run_serial(self, loader: Iterable[Any], *, verbose: bool = False) -> RunReport:
-        """Run all of ``loader`` serially; gives the same numbers as ``run``."""
+        """Run all batches of ``loader`` serially. The results are the same as those of ``run``."""
         from swpipe.run_report import run_to_end
 
         contexts = map(self.run_one_serial_iter, loader)
@@ -410,9 +433,9 @@ class SWPipeline(ShortcutControl[C]):
         return self._observers.adding(observer)
 
     def trace(self, last: int | None = None) -> AbstractContextManager[Trace]:
-        """Record when each task runs, and where, within the block.
+        """Record the time and the place of each task that runs within the block.
 
-        With ``last``, 1 or more, only so many iterations are kept, in bounded memory.
+        With ``last``, a number from 1, only the last iterations are kept, in bounded memory.
         """
         from swpipe.trace.recorder import traced
 
@@ -425,15 +448,15 @@ class SWPipeline(ShortcutControl[C]):
 
     @contextmanager
     def borrow(self) -> Iterator[None]:
-        """Use an idle pipeline for measurements; afterwards it is as it was, also on failure.
+        """Use an idle pipeline for measurements; its state is restored afterwards, also on failure.
 
-        Within the block no task is watched, and shortcut tasks are cached anew; the caches from
-        before stay untouched. ``next_iteration`` is restored.
+        Within the block no task is watched, and shortcut tasks fill new caches; the existing caches
+        stay unchanged. ``next_iteration`` is restored.
         """
         self.check_idle("borrowing it")
         shortcuts = Shortcuts(self.device)
         shortcuts.enable_like(self._driver.engine.shortcuts)
-        # measurements have none
+        # A measurement has no loop body, so plans without one are allowed.
         asks = self._asks_of_body
         self._asks_of_body = False
         try:
@@ -443,25 +466,25 @@ class SWPipeline(ShortcutControl[C]):
             self._asks_of_body = asks
 
     def format_schedule(self, periods: int) -> str:
-        """The iteration that each task works on in each of the first ``periods`` periods."""
+        """Return a table of the iterations that tasks work on in the first ``periods`` periods."""
         return format_grid(self.plan, self._verified.resolved.period_order, periods)
 
     def print_schedule(self, periods: int = 8) -> None:
-        """Print ``format_schedule``."""
+        """Print the text of ``format_schedule``."""
         sys.stdout.write(self.format_schedule(periods) + "\n")
 
     def format_stage_analysis(self) -> str:
-        """Each stage's tasks, where they run and what they wait for."""
+        """Return a text with each stage's tasks, where they run and what they wait for."""
         return format_stages(self._verified.resolved)
 
     def print_stage_analysis(self) -> None:
-        """Print ``format_stage_analysis``."""
+        """Print the text of ``format_stage_analysis``."""
         sys.stdout.write(self.format_stage_analysis() + "\n")
 
     def format_program(self, *, streams: bool | None = None) -> str:
-        """What each thread group does in a period, and what it waits for; a line per group.
+        """Return the compiled program as text: a line per thread group, with its waits.
 
-        If ``streams`` is None, the program is that for the pipeline's own device.
+        ``streams`` says whether the device has streams; None for the pipeline's own device.
         """
         from swpipe._engine.program_text import format_program
 
@@ -474,20 +497,22 @@ class SWPipeline(ShortcutControl[C]):
         return self._driver.access.closed
 
     def close(self) -> None:
-        """Stop the threads and drop what is in flight. The pipeline cannot be used any more.
+        """Stop the threads and drop the iterations in flight. The pipeline cannot be used again.
 
-        Safe in a signal handler and in a task. A call that is under way, on any thread, does the
-        work when it returns, and raises RuntimeError.
+        The call is safe in a signal handler and in a task. If another call is under way, on any
+        thread, that call ends the run when it returns, and raises RuntimeError.
 
         Warns:
-            RuntimeWarning: A task on a worker thread has not returned; its thread ends when it
-                does.
+            RuntimeWarning: A task on a worker thread has not returned; the thread ends when the
+                task returns.
         """
         self._driver.close()
 
-    if not TYPE_CHECKING:  # for which every name would be there
+    # For type checkers, ``__getattr__`` would make every name an attribute.
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
+            # Loaded only when an attribute is missing.
             from swpipe.names_elsewhere import where_it_is
 
             raise AttributeError(where_it_is(name), name=name, obj=self)

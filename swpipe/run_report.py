@@ -1,4 +1,4 @@
-"""What a run to the end of the data did."""
+"""The report of a run to the end of the data."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["RunReport"]
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What ``run`` and ``run_serial`` did.
+    """The result of ``run`` and ``run_serial``.
 
     Attributes:
-        iterations: How many iterations completed.
+        iterations: The number of iterations that completed.
         seconds: Wall time from the first pull to the end of the device's work.
     """
 
@@ -27,25 +27,26 @@ class RunReport:
     seconds: float
 
     def __float__(self) -> float:
-        """The seconds."""
+        """Return the seconds."""
         return self.seconds
 
 
 def run_to_end(
     contexts: Iterator[TypedContext], device: Device, loader: Iterable[Any], label: str | None
 ) -> RunReport:
-    """Iterate over ``contexts``, then wait for the device.
+    """Iterate over ``contexts``, wait for the device, and return a report.
 
     Args:
-        contexts: Each one requested runs an iteration.
+        contexts: The contexts; each request runs an iteration.
         device: The device that the tasks use.
-        loader: Where the batches come from; its length, if it has one, is the progress bar's.
+        loader: The source of the batches; its length, if it has one, is the progress bar's.
         label: The progress bar's label; None for no bar.
     """
     iterations = 0
     begin = time.perf_counter()
     for ctx in contexts if label is None else _with_bar(contexts, loader, label):
-        del ctx  # the loop's variable would keep it through the next iteration
+        # The loop's variable would keep the context through the next iteration.
+        del ctx
         iterations += 1
     device.synchronize()
     return RunReport(iterations, time.perf_counter() - begin)

@@ -1,1 +1,1 @@
-"""Checks that all ranks of a job agree."""
+"""Checks and agreements across the ranks of a job."""

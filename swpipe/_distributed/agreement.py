@@ -1,4 +1,4 @@
-"""What ranks hold of a plan, fact by fact, so that it can be said in what two of them differ."""
+"""The facts of a plan, which show in what the plans of two ranks differ."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from swpipe.core.messages import MOST_CHARACTERS, shorten
 from swpipe.core.plan import PipelinePlan, TaskSchedule
 
 Facts: TypeAlias = Mapping[str, str]
-"""What something is about, to what it is; a fact that a rank does not have is ``"none"`` there."""
+"""A plan's facts by name; a fact that a rank does not have counts as ``"none"``."""
 
-_MOST = 4  # facts that are told
-_RANKS = 8  # that are told one by one
-_VALUES = 4  # different ones of a fact that are told
-_AGREED = 40  # characters before the first difference of long values that are told
+# The largest number of facts in a message.
+_MOST = 4
+# The largest number of ranks that a message lists.
+_RANKS = 8
+# The largest number of different values of a fact in a message.
+_VALUES = 4
+# The number of characters before the first difference of long values in a message.
+_AGREED = 40
 
 
 def plan_facts(plan: PipelinePlan) -> dict[str, str]:
-    """A plan's data as facts; equal facts are an equal ``PipelinePlan.digest``."""
-    facts = {"digest": plan.digest()[:12]}  # it alone counts the order of the schedule
+    """Return a plan's data as facts.
+
+    Plans with equal facts have an equal ``PipelinePlan.digest``.
+    """
+    facts = {"digest": plan.digest()[:12]}  # it alone depends on the order of the schedule
     for key, value in plan.agreed_fields().items():
         if key == "schedule":
             facts |= {f"task {name!r}": _entry(entry) for name, entry in value.items()}
@@ -35,7 +42,10 @@ def plan_facts(plan: PipelinePlan) -> dict[str, str]:
 
 
 def differences(held: Sequence[Facts]) -> str:
-    """In what ranks differ, on one line; empty where they do not. ``held`` is by rank."""
+    """Return the differences between ranks on one line; empty if there are none.
+
+    ``held`` is by rank.
+    """
     told = []
     for fact in dict.fromkeys(chain.from_iterable(held)):
         values = [facts.get(fact, "none") for facts in held]
@@ -46,7 +56,7 @@ def differences(held: Sequence[Facts]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Such as "rank 3" or "ranks 0, 1"; the first few of many."""
+    """Return a text such as "rank 3" or "ranks 0, 1", with the first few of many ranks."""
     told = ", ".join(map(str, ranks[:_RANKS]))
     more = f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {told}{more}"
@@ -69,7 +79,10 @@ def _by_value(values: Sequence[str]) -> str:
 
 
 def _entry(entry: TaskSchedule) -> str:
-    """Every field. A ``torch.Stream`` has another number in each process."""
+    """Return every field of a task's entry.
+
+    A ``torch.Stream`` has another number in each process.
+    """
     values = {f.name: getattr(entry, f.name) for f in fields(entry)}
     told = {k: "a torch.Stream" if isinstance(v, torch.Stream) else v for k, v in values.items()}
     return f"({', '.join(f'{key} {value}' for key, value in told.items())})"

@@ -1,4 +1,4 @@
-"""How many batches an iterator has left, where that is known for sure."""
+"""The number of batches that an iterator has left, if it is known for certain."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 _SEQUENCES: tuple[Sequence[Any], ...] = ([], (), range(0), range(1 << 70))
 _OF_SEQUENCES = tuple({type(iter(sequence)) for sequence in _SEQUENCES})
-"""The iterators whose ``__length_hint__`` is no estimate."""
+"""The types of iterators whose ``__length_hint__`` is exact."""
 
 
 @runtime_checkable
 class KnowsItsEnd(Protocol):
-    """An iterator of swpipe's own that knows how many batches it has left.
+    """The interface of swpipe's own iterators that know how many batches they have left.
 
-    ``agreed`` says whether the ranks agree on its batches already.
+    ``agreed`` tells whether the ranks have already agreed on its batches.
     """
 
     @property
@@ -32,19 +32,24 @@ class KnowsItsEnd(Protocol):
 def batches_left(iterator: Iterator[Any]) -> int | None:
     """Return how many batches ``iterator`` has left; None if that is not known.
 
-    It is known of iterators over lists, tuples and ranges, of ``itertools.cycle``, and of torch's
-    ``DataLoader`` over a map-style dataset, whose samplers say their length.
+    The number is known for iterators over lists, tuples and ranges, for ``itertools.cycle``, and
+    for torch's ``DataLoader`` over a map-style dataset whose sampler has a length.
     """
     if isinstance(iterator, KnowsItsEnd):
         return iterator.batches_left()
     if isinstance(iterator, _OF_SEQUENCES):
         return operator.length_hint(iterator)
     if isinstance(iterator, itertools.cycle):
-        return sys.maxsize  # an empty one ends at its first pull, which is an error on its rank
+        # An empty cycle ends at its first pull, which is an error on its rank.
+        return sys.maxsize
     if isinstance(iterator, _BaseDataLoaderIter):
         if iterator._dataset_kind != _DatasetKind.Map:
-            return None  # its length is what the dataset says of itself, for each worker
+            # An iterable dataset defines its own length, which need not be true, and each worker
+            # iterates over it.
+            return None
         try:
+            # ``_BaseDataLoaderIter``, ``_dataset_kind`` and ``_num_yielded`` are private (torch
+            # 2.13).
             return max(0, len(iterator) - iterator._num_yielded)
         except TypeError:  # a sampler without a length
             return None

@@ -1,8 +1,8 @@
-"""Ranks whose data ends at different steps: all stop at the first end, or the shorter ones pad.
+"""Agreement of ranks whose data ends at different steps: all stop together, or shorter ones pad.
 
-A rank that runs out of batches while others continue leaves them waiting in its collectives. Here
-each rank tells the others, for each step, whether it has a batch. A step starts only when all ranks
-have answered, and all ranks decide the same::
+A rank that runs out of batches while others continue leaves them waiting in their collectives. Here
+each rank tells all ranks, for each step, whether it has a batch. A step starts only when all ranks
+have answered, and all ranks make the same decision::
 
     step        0    1    2    3    4
     rank 0      a    b    c    d    e      has five batches
@@ -12,11 +12,11 @@ have answered, and all ranks decide the same::
     "error"     ^    ^    ^    !           both raise: the data must end at the same step
 
 Each step is agreed ``ahead`` steps in advance, over a separate gloo group. All ranks end or fail at
-the same step. A rank that dies, fails, or does not answer in time is an error on all others.
+the same step. If a rank dies, fails, or does not answer in time, every other rank raises an error.
 
-A thread that pulls ahead may have asked for more steps on some ranks than on others when all leave
-a pass. So the passes of an ``EvenLoader`` begin with an agreement of their own, for which each rank
-asks again until all do::
+When all ranks leave a pass, a thread that pulls ahead may have asked for more steps on some ranks
+than on others. So each pass of an ``EvenLoader`` begins with an agreement of its own, for which
+each rank asks again until all ranks do::
 
     rank 0    step 7   step 8   step 9   begin              left at 6, pulled to 9
     rank 1    step 7   begin    begin    begin   step 0     left at 6, pulled to 7
@@ -47,22 +47,24 @@ from swpipe.core.loaders import LoaderAround
 
 Ends: TypeAlias = Literal["stop", "pad", "error"]
 Pad: TypeAlias = Callable[[Any], Any]
-"""From the rank's last batch, or ``NO_BATCH``, to a batch that does not count."""
+"""A function from the rank's last batch, or ``NO_BATCH``, to a batch that does not count."""
 
 _GLOO_LATER_S = 60.0
 
+# The status of a rank for a step. 0 is what a tensor has before the answer arrives.
 _HAS = 1
 _ENDED = 2
 _FAILED = 3
 _CANNOT_PAD = 4
 _NOT_PULLED = 5
-_BEGINS = 16  # plus the number of batches that the rank has left; minus 1 where it does not know
+# A pass begins: ``_BEGINS`` + 1 + the number of batches left, or ``_BEGINS`` if it is not known.
+_BEGINS = 16
 _NO_ANSWER = 0
 _UNKNOWN = -1
 _MOST = 2**31 - 1 - _BEGINS
 
 _TAIL = 16
-"""One in so many steps of a pass of known length, the last ones, is agreed one by one."""
+"""The divisor of the last part of a pass of known length, whose steps are agreed one by one."""
 
 
 class _NoBatch:
@@ -71,7 +73,7 @@ class _NoBatch:
 
 
 NO_BATCH = _NoBatch()
-"""Passed to a ``Pad`` on a rank that has had no batch (None is a valid batch)."""
+"""The argument of a ``Pad`` on a rank that has had no batch (None is a valid batch)."""
 
 
 class RankDataError(RuntimeError):
@@ -83,18 +85,18 @@ class OutOfStepError(RankDataError):
 
 
 class UnevenDataError(RankDataError):
-    """Some ranks' data ended, and that of others did not."""
+    """The data of some ranks ended, and the data of other ranks did not."""
 
 
 @suggests_keywords
 def pad_with(batch: Any) -> Pad:
-    """Pad with the same given batch each time."""
+    """Return a pad that gives the same batch each time."""
     return lambda _: batch
 
 
 @suggests_keywords
 def pad_with_last(weight: str) -> Pad:
-    """Pad with the rank's last batch and zero row weights.
+    """Return a pad that repeats the rank's last batch with row weights of zero.
 
     ``weight`` is the attribute or key of the row weights, which the loss must apply.
     """
@@ -105,6 +107,7 @@ def pad_with_last(weight: str) -> Pad:
                 "this rank has no batch at all, so none to repeat at zero weight: give it some "
                 "data, or pad with a given batch (pad_with)"
             )
+        # A shallow copy: the batch may still be in use, so only the weights are replaced.
         clone = copy.copy(last)
         if isinstance(last, dict):
             clone[weight] = torch.zeros_like(last[weight])
@@ -117,16 +120,18 @@ def pad_with_last(weight: str) -> Pad:
 
 @suggests_keywords
 class EvenData:
-    """Gives all ranks the same number of batches. Creating one is a collective of the group.
+    """An agreement that gives all ranks the same number of batches.
+
+    Creating one is a collective of the group.
 
     Args:
-        ends: "stop": all ranks stop where the first one's data ends. "pad": all continue to the
-            end of the longest, and those without data get batches from ``pad``. "error": if they do
-            not end at the same step, all raise ``UnevenDataError``.
-        pad: Required with "pad".
-        ahead: How many steps in advance a step is agreed, from 0; so many batches are pulled early.
-        group: Which ranks; None for all. Without torch.distributed there is one rank.
-        timeout_s: Seconds to wait for the answer of another rank.
+        ends: "stop": all ranks stop where the first rank's data ends. "pad": all ranks continue to
+            the end of the longest data, and ranks without data get batches from ``pad``. "error":
+            if the data does not end at the same step, all ranks raise ``UnevenDataError``.
+        pad: A function that makes pads; required with "pad".
+        ahead: How many steps in advance a step is agreed, from 0; as many batches are pulled early.
+        group: The group of ranks; None for all. Without torch.distributed there is one rank.
+        timeout_s: The time in seconds to wait for the answer of another rank.
 
     Raises:
         ValueError: An unknown ``ends``, ``pad`` with "stop", no ``pad`` with "pad", or a negative
@@ -161,26 +166,26 @@ class EvenData:
         if dist.is_available() and dist.is_initialized():
             self.rank = dist.get_rank(group)
             self.size = dist.get_world_size(group)
-            # Our timeout starts with the wait, gloo's with the request. Gloo's must be later, or
+            # Our time-out starts with the wait, gloo's with the request. Gloo's must be later, or
             # else a silent rank would be reported as a dead one.
             self._group = host_group(group, 2 * timeout_s + _GLOO_LATER_S)
 
     def over(self, loader: Iterable[Any]) -> EvenIterator:
-        """One pass over this rank's data, together with the other ranks.
+        """Return one pass over this rank's data, together with the other ranks.
 
         All ranks must start their n-th pass together, and end it or leave it after the same step.
         """
         return EvenIterator(self, iter(loader))
 
     def loader(self, loader: Iterable[Any]) -> EvenLoader:
-        """A loader of such passes, for a plain loop, and for ``overlap`` and ``ahead`` around it.
+        """Return a loader of agreed passes, for a plain loop, or for ``overlap`` and ``ahead``.
 
         All ranks must start their n-th pass together, and end it or leave it after the same step.
-        Resume by the ``state_dict`` of the loop that ``overlap`` or ``ahead`` makes of it: that of
-        ``loader`` itself is ahead of the body.
+        To resume, save the ``state_dict`` of the loop that ``overlap`` or ``ahead`` returns: the
+        state of ``loader`` itself is ahead of the body.
 
         Raises:
-            TypeError: It is an iterator, which has one pass.
+            TypeError: ``loader`` is an iterator, which has only one pass.
         """
         if isinstance(loader, Iterator):
             raise TypeError(
@@ -204,18 +209,19 @@ class EvenData:
             self.close()
 
     def exchange_status(self, status: int) -> tuple[Tensor, dist.Work | None]:
-        """Start to exchange the ranks' statuses for the next step."""
+        """Start to exchange the ranks' statuses for a step; return the tensor and pending work."""
         own = torch.full((self.size,), status, dtype=torch.int32, device="cpu")
         if self._group is None:
             return own, None
-        # Each rank sends its own to each other: one message of latency. An all-reduce goes around.
-        # What has not arrived stays _NO_ANSWER, and so it is known who is late.
+        # Each rank sends its status to every rank, so the latency is one message; an all-reduce
+        # goes around a ring. A status that has not arrived stays _NO_ANSWER, which shows whose it
+        # is.
         statuses = torch.zeros_like(own)
         work = dist.all_to_all_single(statuses, own, group=self._group, async_op=True)
         return statuses, work
 
     def silence(self, statuses: Tensor, question: str) -> OutOfStepError:
-        """Return the error that names the ranks whose statuses have not arrived in time."""
+        """Return an error that names the ranks whose statuses have not arrived in time."""
         silent = [rank for rank, status in enumerate(statuses.tolist()) if status == _NO_ANSWER]
         return OutOfStepError(
             f"{name_ranks(silent) if silent else 'some rank'} has not said within "
@@ -225,7 +231,7 @@ class EvenData:
 
 
 class _Pulled(NamedTuple):
-    """What a pull gave: a batch, an error, or the end of the data."""
+    """The result of a pull: a batch, an error, or the end of the data."""
 
     batch: Any
     error: Exception | None
@@ -233,7 +239,7 @@ class _Pulled(NamedTuple):
 
 
 class _Agreement(NamedTuple):
-    """What all ranks have for one step, as soon as their statuses have arrived."""
+    """The agreement on one step, complete as soon as the statuses of all ranks have arrived."""
 
     own: _Pulled
     statuses: Tensor
@@ -242,7 +248,7 @@ class _Agreement(NamedTuple):
 
 @suggests_keywords
 class EvenLoader(LoaderAround):
-    """A loader whose passes have as many batches on all ranks; made by ``EvenData.loader``."""
+    """A loader whose passes have equally many batches on all ranks; made by ``EvenData.loader``."""
 
     def __init__(self, data: EvenData, loader: Iterable[Any]) -> None:
         self._data = data
@@ -252,47 +258,49 @@ class EvenLoader(LoaderAround):
         self._last: Callable[[], EvenIterator | None] = lambda: None
 
     def __iter__(self) -> EvenIterator:
-        """One pass, which begins now."""
+        """Begin a pass and return its iterator."""
         begun = EvenIterator(self._data, iter(self.loader))
         self._last = weakref.ref(begun)
         return begun
 
     def leave(self) -> None:
-        """End a call of the pass begun last that waits for other ranks, on whatever thread."""
+        """End a call, on any thread, in which the last pass waits for other ranks."""
         if (begun := self._last()) is not None:
             begun.leave()
 
 
 @suggests_keywords
 class EvenIterator:
-    """One pass over one rank's data; has returned ``steps`` batches, ``padded`` of them pads.
+    """One pass over one rank's data, which has returned ``steps`` batches, ``padded`` of them pads.
 
-    A pass begins with an agreement: how many batches each rank has left, where it knows. If all
-    know, that many steps need no other, but for the last few (``_TAIL``). All other steps are
-    agreed one by one::
+    A pass begins with an agreement on the number of batches that each rank has left. If all ranks
+    know theirs, as many steps need no further message, except for the last few (``_TAIL``). All
+    other steps are agreed one by one::
 
         rank 0    begin, 40 left    38 steps without a message    step 38   step 39   end
         rank 1    begin, 41 left    38 steps without a message    step 38   step 39   one more
 
-    An error of one rank's data is agreed like a batch: all ranks raise at that step, and may go
-    on. The batches that the others have for it, and all that was pulled early, come again. In
-    steps without a message the others do not hear of it: the rank takes its next batch for the
-    step, so that the ranks stay in step, and has one batch less at the end of the pass.
+    An error of one rank's data is agreed like a batch: all ranks raise at that step, and may
+    continue. The batches that other ranks have for the step, and all batches that were pulled
+    early, come again. In steps without a message the other ranks do not learn of the error: the
+    rank uses its next batch for the step, so that the ranks stay in step, and has one batch less at
+    the end of the pass.
 
     Attributes:
         source: The rank's own data.
-        over: It has ended, or cannot be continued.
-        paused: It pulls no more, and ends after what the ranks have agreed on.
-        left: No call waits for the other ranks any more.
-        raised: What ``source`` raised in place of batches before the one that was returned last.
+        over: Whether the pass has ended or cannot be continued.
+        paused: Whether the pass pulls no more, and ends after the steps that the ranks have agreed
+            on.
+        left: Whether the pass was left, so that no call waits for the other ranks any more.
+        raised: The errors of ``source`` that came directly before the batch returned last.
 
     Args:
-        data: What the ranks agree on, and how.
+        data: The agreement of the ranks.
         source: The rank's own data.
-        length: How many batches it has left; None if that is not known.
-        keeps_step: In steps without a message, keep errors in ``raised``, and do not raise them.
-        limited: Whether a pull that takes longer than ``data.timeout_s`` ends the loop, also where
-            another thread than the caller's pulls.
+        length: The number of batches left in ``source``; None if it is not known.
+        keeps_step: In steps without a message, keep errors in ``raised`` instead of raising them.
+        limited: Whether a pull that takes longer than ``data.timeout_s`` ends the loop, also on
+            another thread than the caller's.
     """
 
     def __init__(
@@ -318,9 +326,12 @@ class EvenIterator:
         self._pulls = 0
         self._begun = False
         self._beginning: tuple[Tensor, dist.Work | None] | None = None
-        self._free = 0  # steps to come that need no agreement
-        self._spare = 0  # batches of this rank beyond these
-        self._line: deque[_Pulled] = deque()  # pulled, and to be agreed again
+        # The number of coming steps that need no agreement.
+        self._free = 0
+        # The number of this rank's batches beyond these steps.
+        self._spare = 0
+        # Pulled batches and errors on which the ranks have to agree again.
+        self._line: deque[_Pulled] = deque()
         self._ahead: deque[_Agreement] = deque()
         self._last: Any = NO_BATCH
         self._data_ended = False
@@ -329,15 +340,15 @@ class EvenIterator:
         return self
 
     def __next__(self) -> Any:
-        """The next step's batch.
+        """Return the next step's batch.
 
         Raises:
             StopIteration: All ranks have ended.
             OutOfStepError: Another rank died, did not answer within ``timeout_s``, or is in another
-                pass; or this rank has fewer batches than it said.
+                pass; or this rank has fewer batches than its length promised.
             RankDataError: Another rank's data failed at this step.
-            UnevenDataError: With "error", only some ranks' data has ended.
-            Exception: What this rank's own data, or its pad, raised.
+            UnevenDataError: With "error", the data of only some ranks has ended.
+            Exception: An error of this rank's own data, or of its pad.
         """
         if self.over or (self.paused and not self._ahead):
             raise StopIteration
@@ -356,7 +367,7 @@ class EvenIterator:
             raise
 
     def leave(self) -> None:
-        """Let no call wait for the other ranks any more, nor for this one's data."""
+        """Leave the pass: no call waits any more for the other ranks or for this rank's data."""
         self.left = True
         if self._limit is not None:
             self._limit.end()
@@ -372,19 +383,19 @@ class EvenIterator:
     agreed = True
 
     def batches_left(self) -> int | None:
-        """Return None: the other ranks' data may end before."""
+        """Return None, because the data of other ranks may end earlier."""
 
     @property
     def waiting(self) -> int:
-        """How many batches were pulled for later steps."""
+        """The number of batches that were pulled for later steps."""
         pulled = [*self._line, *(agreement.own for agreement in self._ahead)]
         return 0 if self.over else sum(own.status == _HAS for own in pulled)
 
     def rest(self) -> Iterator[Any]:
-        """This rank's unused batches, after the end.
+        """Return an iterator over this rank's unused batches, after the end of the pass.
 
         Raises:
-            RuntimeError: The iterator has not ended.
+            RuntimeError: The pass has not ended.
         """
         if not self.over:
             raise RuntimeError("steps are still to come: rest() is what is left after the last")
@@ -394,19 +405,23 @@ class EvenIterator:
     # ------------------------------------------------------------------ steps without a message
 
     def _begin(self) -> None:
-        """Agree that a pass begins, and on the number of steps that all ranks surely have."""
+        """Agree that a pass begins, and on the number of steps for which all ranks have batches."""
         length = _UNKNOWN if self._length is None else min(self._length, _MOST - 1)
         while not self._begun:
-            # Kept until it is complete: a call that is interrupted here is made again.
+            # Kept until it is complete, so that a call that was interrupted here can be repeated.
             if self._beginning is None:
                 self._beginning = self._data.exchange_status(_BEGINS + length + 1)
             statuses = self._await(*self._beginning, "begins a pass")
             self._beginning = None
+            # A rank that is still in the last pass answers with another status: ask again.
             self._begun = min(statuses) >= _BEGINS
         least = min(statuses) - _BEGINS - 1
-        if least == _MOST - 1:  # no rank's data ends
+        # No rank's data ends.
+        if least == _MOST - 1:
             self._free = self._spare = sys.maxsize
         elif least > 0:
+            # The last steps, at least two, are agreed one by one. Their batches can replace batches
+            # that failed in steps without a message.
             self._free = max(0, least - max(2, least // _TAIL))
             self._spare = length - self._free
 
@@ -420,6 +435,8 @@ class EvenIterator:
             except OutOfStepError:
                 raise
             except Exception as error:
+                # The failed batch is replaced by a spare one. Without a spare batch the other ranks
+                # would run a step that this rank cannot run.
                 self._spare -= 1
                 if self._spare < 0:
                     raise self._lacks_batches() from error
@@ -435,13 +452,16 @@ class EvenIterator:
         if limit is None:
             return next(self.source)
         self._pulls += 1
+        # A new number for each pull: the watching thread can tell one long pull from many short
+        # ones.
         limit.began = self._pulls
         try:
             return next(self.source)
         except BaseException as error:
             if limit.exceeded is None:
                 raise
-            # The loader's code was interrupted in this thread, and may have raised another error.
+            # The watching thread has interrupted the loader's code, which may have raised another
+            # error.
             raise limit.exceeded from error
         finally:
             limit.began = None
@@ -464,11 +484,13 @@ class EvenIterator:
     # ------------------------------------------------------------------- steps agreed one by one
 
     def _next_agreed(self) -> Any:
+        # Ask for ``ahead`` steps in advance, so that the answers have arrived when a step begins.
         while not self.paused and len(self._ahead) <= self._data.ahead:
             own = self._pull()
             self._ahead.append(_Agreement(own, *self._data.exchange_status(own.status)))
         own, answers, work = self._ahead[0]
         statuses = self._await(answers, work, f"has a batch for step {self.steps}")
+        # A rank that begins a pass while this one is in the middle of one never gets in step again.
         if max(statuses) >= _BEGINS:
             began = [rank for rank, status in enumerate(statuses) if status >= _BEGINS]
             raise OutOfStepError(
@@ -476,11 +498,13 @@ class EvenIterator:
                 "leave a pass on all ranks after the same step, and give loops that run at the "
                 "same time an EvenData each"
             )
+        # All ranks have the same statuses, so each of them comes to the same decision.
         goes_on = _HAS in statuses if self._data.ends == "pad" else _ENDED not in statuses
         wrong = {_FAILED, _CANNOT_PAD} if goes_on else {_FAILED}
         failed = [rank for rank, status in enumerate(statuses) if status in wrong]
         if (failed or not goes_on) and self.paused:
-            raise StopIteration  # the error, or the end, comes when the pass goes on
+            # The error, or the end, comes when the pass continues.
+            raise StopIteration
         if failed or not goes_on:
             self._put_back()
         if failed:
@@ -501,9 +525,9 @@ class EvenIterator:
         return own.batch
 
     def _pull(self) -> _Pulled:
-        """What this rank has for the next step.
+        """Return this rank's batch, error or end for the next step.
 
-        After an error the data is not called before that was raised: the step is agreed again.
+        After an error the data is not used before the error was raised: the step is agreed again.
         """
         if any(agreement.own.error is not None for agreement in self._ahead):
             return _Pulled(NO_BATCH, None, _NOT_PULLED)
@@ -517,7 +541,9 @@ class EvenIterator:
                 status = _HAS
             except StopIteration:
                 self._data_ended = True
-            except OutOfStepError:  # which cannot wait for the step to be agreed
+            except OutOfStepError:
+                # A source that agrees itself is out of step: that cannot wait for this step's
+                # agreement.
                 raise
             except Exception as failure:  # noqa: BLE001 - raised at its step, on all ranks
                 return _Pulled(NO_BATCH, failure, _FAILED)
@@ -532,7 +558,7 @@ class EvenIterator:
         return _Pulled(batch, None, status)
 
     def _put_back(self) -> None:
-        """Complete the agreements on later steps, and put back what was pulled for them.
+        """Complete the agreements on later steps, and put back the batches pulled for them.
 
         No collective may be left pending.
         """
@@ -542,6 +568,7 @@ class EvenIterator:
             )
         pulled = [agreement.own for agreement in self._ahead]
         self._ahead.clear()
+        # Pads and missing batches are made again; batches and errors are not.
         kept = [own for own in pulled if own.status in (_HAS, _FAILED, _CANNOT_PAD)]
         self._line.extendleft(reversed(kept))
 
@@ -555,6 +582,7 @@ class EvenIterator:
         if work is not None:
             # Poll, so that Ctrl-C and the pipeline's watchdog can interrupt.
             deadline = time.monotonic() + self._data.timeout_s
+            # The pause doubles up to 1 ms: answers usually arrive at once.
             pause_s = 20e-6
             while not work.is_completed():
                 if self.left:

@@ -1,8 +1,8 @@
-"""A limit on the time that a pass over several ranks' data waits, whatever thread waits.
+"""A limit on the time that a pass over several ranks' data may wait, on any thread.
 
-A thread that pulls ahead of the loop's body waits for the other ranks, or for its own loader, while
-the caller's thread is in the body: there in a collective, perhaps, that another rank never reaches.
-An error that the pulling thread raises would not be seen by anybody. So a third thread watches::
+A thread that pulls ahead waits for the other ranks, or for its own loader, while the caller's
+thread is in the loop's body: possibly in a collective that another rank never reaches. An error
+that the pulling thread raises would not be seen by anybody. So a third thread watches::
 
     pulling thread     pull 7: the loader hangs, or rank 1 does not answer
     caller's thread    body of 6, in a collective
@@ -12,11 +12,11 @@ An error that the pulling thread raises would not be seen by anybody. So a third
                                                 the process (``swpipe._engine.interruption``)
 
 Guarantees
-    - Each pass has its own thread, which ends with the pass, or when nobody refers to the pass.
+    - Each pass has its own thread, which ends with the pass, or when the pass is garbage-collected.
     - Time in which the process itself was stopped does not count.
 
 Assumptions
-    - The thread that made the pass is the one that runs the loop's body.
+    - The thread that made the pass also runs the loop's body.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from swpipe._engine.waiting import ProgressCounter, WorkerThread
 from swpipe.errors import write_error
 
 _RAISED_S = 1.0
-"""How long the caller has to get the error of the pulling thread by itself."""
+"""The time in seconds in which the caller may get the error of the pulling thread by itself."""
 
 
 class PullLimit:
-    """Watches one pass until ``end``.
+    """A thread that watches one pass until ``end``.
 
     Attributes:
-        began: A number for each pull of the rank's own data; None while none is under way.
+        began: A number for each pull of the rank's own data; None while no pull is under way.
         late: The error that a wait for other ranks has raised; None if none has.
-        exceeded: The error of the pull that took longer, which this raises in the caller's thread;
-            None if none has.
+        exceeded: The error of a pull that took too long, which this object raises in the caller's
+            thread; None if no pull did.
 
     Args:
         watched: The pass; its thread keeps no reference to it.
         caller: The thread, by ``ident``, that runs the loop's body.
-        limit_s: How long one pull may take.
+        limit_s: The largest time in seconds that one pull may take.
         describe: Returns the error of a pull that takes longer.
     """
 
@@ -65,6 +65,8 @@ class PullLimit:
         self._limit_s = limit_s
         self._caller = caller
         self._ended = ended = ProgressCounter()
+        # The thread must not keep the pass alive: it refers to it weakly, and its end ends the
+        # thread.
         weakref.finalize(watched, ended.advance, 1).atexit = False
         self._watched = weakref.ref(watched)
         self._describe = describe
@@ -77,7 +79,7 @@ class PullLimit:
             self._thread.join(GRACE_S)
 
     def raised(self, error: RuntimeError) -> None:
-        """A wait for other ranks raises this error, in whatever thread pulls."""
+        """Record an error that a wait for other ranks raises in the pulling thread."""
         if threading.get_ident() != self._caller:
             self.late = error
 
@@ -87,9 +89,12 @@ class PullLimit:
         seen = None
         pulling_s = 0.0
         while not self._ended.reaches(1, interval_s):
-            if self._watched() is None:  # and its finalizer was cut short by a signal
+            # The pass is gone, and a signal has interrupted its finalizer.
+            if self._watched() is None:
                 return
             now = time.monotonic()
+            # One look adds at most twice its interval: time in which the process was stopped does
+            # not count.
             looked_s = min(now - last, LOOK_COUNTS_AT_MOST * interval_s)
             last = now
             pulling_s = pulling_s + looked_s if self.began == seen is not None else 0.0
@@ -111,6 +116,8 @@ class PullLimit:
             return  # it is in Python code, and gets the error with its next batch
         place = self._place()
 
+        # ``PyThreadState_SetAsyncExc`` takes a class and calls it without arguments, so make one
+        # that has this error's message. Its name is the error's, as a traceback shows it.
         class Late(type(error)):  # type: ignore[misc]  # raised in another thread, without arguments
             def __init__(self) -> None:
                 super().__init__(*error.args)
@@ -122,7 +129,7 @@ class PullLimit:
             end_thread(self._caller, error, lambda: self._has_moved(place, GRACE_S))
 
     def _place(self) -> tuple[int, ...]:
-        """Where the caller's thread is."""
+        """Return the position of the caller's thread: its frames and their instructions."""
         frame = sys._current_frames().get(self._caller)
         place: list[int] = []
         while frame is not None:
@@ -132,6 +139,8 @@ class PullLimit:
 
     def _has_moved(self, place: tuple[int, ...], within_s: float) -> bool:
         deadline = time.monotonic() + within_s
+        # A thread in a collective stays at one instruction; any other instruction shows that it
+        # runs.
         while self._place() == place:
             if time.monotonic() > deadline or self._ended.reaches(1, 0.05):
                 return self._ended.count > 0

@@ -1,8 +1,8 @@
-"""Checks across ranks: the same plan, the same shortcuts, and which rank failed first.
+"""Checks across ranks: equal plans, equal shortcuts, and the rank that failed first.
 
-When one rank fails and its process ends, the others' collectives fail too (with gloo within
+When one rank fails and its process ends, the collectives of all ranks fail too (with gloo within
 milliseconds, as "connection closed by peer"). To tell the cause from its effects, each failing rank
-writes its error into the job's store, and the errors of ranks that others let down get a note::
+writes its error, its *word*, into the job's store. Errors that are only effects get a note::
 
     rank 0    ValueError ------------------> word, and the first failure
     rank 1    connection closed by peer ---> word; waits for the first failure or all words: rank 0
@@ -35,14 +35,16 @@ from swpipe.errors import MOST_IN_MESSAGE, StallError, add_note, write_error
 T = TypeVar("T")
 
 STORE_S = 2.0
-"""How long a failing rank waits for the job's store: whoever holds it may have stopped."""
+"""The time in seconds that a failing rank waits for the job's store. Its process may have ended."""
 
 FIRST_FAILURE = "swpipe/first_failure"
-"""The store's key for the first failure that other ranks did not cause."""
+"""The store's key for the first failure that no other rank has caused."""
 
-_WORD = "swpipe/failures/{}"  # of each rank's own failure
+# The store's key for each rank's own failure.
+_WORD = "swpipe/failures/{}"
 
-_WORDS_S = 0.5  # how long a rank that was let down waits for the words of the others
+# The time in seconds that a rank with a lost connection waits for the words of the other ranks.
+_WORDS_S = 0.5
 
 _LOST = re.compile(r"connection|closed by peer|timed? ?out|socket|gloo|nccl", re.IGNORECASE)
 
@@ -50,30 +52,33 @@ _SHORTCUTS = "swpipe/shortcuts/{}/{}"
 ShortcutAct: TypeAlias = Literal["enable", "disable"]
 
 RECENT_S = 60.0
-"""An older failure was got over: it is not the cause of one that comes now."""
+"""The age in seconds above which a failure no longer counts as the cause of a new one."""
 
 
 class _Line:
     """A connection of swpipe's own to the store of the default group.
 
-    Another thread may be waiting on the group's. It is opened when plans are compared, and kept: if
-    the process that holds the store is gone, an open connection fails at once, while opening one
-    would be retried for longer than the store's time-out.
+    Another thread may be waiting on the group's connection. This connection is opened when plans
+    are
+    compared, and kept: if the process that holds the store has ended, an open connection fails at
+    once,
+    while opening one would be retried for longer than the store's time-out.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._leads_to: Callable[[], Any] = lambda: None
         self._store: Any = None
-        self.left_word: _Word | None = None  # of a failure of this rank
+        # The word that this rank has written about its failure.
+        self.left_word: _Word | None = None
 
     def store(self) -> Any:
-        """The connection; opened where the default group is another than last time."""
+        """Return the connection, opened anew if the default group is not that of the last call."""
         default = _get_default_store()
         with self._lock:
             if self._leads_to() is not default:
                 self._store = default.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-                # Held, the store of a destroyed group would keep its port.
+                # A strong reference would keep the port of a destroyed group's store open.
                 self._leads_to = weakref.ref(default)
             return self._store
 
@@ -82,33 +87,33 @@ _line = _Line()
 
 
 def job_store() -> Any:
-    """The store of the default group, by a connection on which nobody else waits for long."""
+    """Return the store of the default group, by a connection that no other thread waits on."""
     return _line.store()
 
 
 _turns = itertools.count()
-"""Checks of shortcuts so far; ranks count alike, since all of them make each."""
+"""The number of checks of shortcuts so far; it is equal on all ranks, since all make each check."""
 
 
 def is_alone() -> bool:
-    """Whether this process is no rank of several."""
+    """Return whether this process is not one of several ranks."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
 def rank_count() -> int:
-    """How many ranks the job has."""
+    """Return the number of ranks of the job."""
     return 1 if is_alone() else dist.get_world_size()
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What each rank of a group has, by rank; None is the default group. A collective."""
+    """Return the values of all ranks of a group, by rank. It is a collective of the group."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
 def host_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group of the same ranks (None: all), separate from those of the training step.
+    """Return a new gloo group of the same ranks (None: all), separate from the training's groups.
 
     Creating it is a collective of these ranks.
     """
@@ -118,16 +123,17 @@ def host_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.Proces
         backend="gloo",
         use_local_synchronization=group is not None,
     )
-    # Without it, ranks that still connect would report a closed connection if one rank fails here.
+    # Without this barrier, ranks that are still connecting would report a closed connection if a
+    # rank fails here.
     dist.barrier(group=made)
     return made
 
 
 def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> None:
-    """Compare plans across the ranks of torch.distributed's default group; without one, do nothing.
+    """Compare plans across the ranks of torch.distributed's default group, if there is one.
 
-    Every rank has to call this: it is a collective. ``seed`` is that of random tasks; None for
-    none.
+    Every rank has to call this function: it is a collective. ``seed`` is the seed of random tasks;
+    None if there are none.
 
     Raises:
         RuntimeError: The ranks hold different plans; raised on all of them.
@@ -137,8 +143,11 @@ def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> None:
     """
     if is_alone():
         return
-    store = _line.store()  # it is there now
-    if _line.left_word:  # all ranks come here: the failure was caught, and causes none that follows
+    # Open the connection now, while the store certainly exists.
+    store = _line.store()
+    # All ranks reach this call, so an earlier failure was caught and is not the cause of a later
+    # one.
+    if _line.left_word:
         _withdraw(store, _line.left_word)
         _line.left_word = None
     digests, seeds = zip(*gather((plan.digest(), seed)), strict=True)
@@ -155,22 +164,23 @@ def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> None:
             f"{differences([{'seed': str(own)} for own in seeds])}. Give every rank the same "
             "SWPipeline(seed=...), or ignore this warning where they are to differ",
             RuntimeWarning,
-            stacklevel=6,  # of the call of the pipeline
+            # The level of the call of the pipeline.
+            stacklevel=6,
         )
 
 
 def check_same_shortcuts(
     digest: str, act: ShortcutAct, names: Collection[str], timeout_s: float
 ) -> None:
-    """Compare what is to be shortcut from now on across the ranks of the default group, if any.
+    """Compare the tasks to shortcut from now on across the ranks of the default group, if any.
 
-    A task that communicates and is run on one rank and replayed on another would never end. Ranks
-    are compared through the job's store, not by a collective: it would get in between those of
+    A task that communicates would never end if one rank ran it and another rank replayed it. Ranks
+    are compared through the job's store, because a collective would come between the collectives of
     iterations in flight.
 
     Raises:
-        RuntimeError: The ranks differ (raised on all), or one does not call this within
-            ``timeout_s``.
+        RuntimeError: The ranks differ (raised on all), or one of them does not call this function
+            within ``timeout_s`` seconds.
     """
     if is_alone():
         return
@@ -182,7 +192,8 @@ def check_same_shortcuts(
         ranks = range(dist.get_world_size())
         others = [_said_by(rank, turn, store, act, timeout_s) for rank in ranks]
     except RuntimeError as error:
-        tell_failure(error)  # the others are in collectives that will fail when this rank ends
+        # The other ranks wait in collectives that fail when this rank ends.
+        tell_failure(error)
         raise
     if len(set(others)) > 1:
         held = [
@@ -200,7 +211,8 @@ def _said_by(rank: int, turn: int, store: Any, act: ShortcutAct, timeout_s: floa
     key = _SHORTCUTS.format(turn, rank)
     deadline = time.monotonic() + timeout_s
     pause_s = 1e-4
-    while not store.check([key]):  # looked at in turns, so that Ctrl-C comes through
+    # Poll instead of waiting in the store, so that Ctrl-C can interrupt.
+    while not store.check([key]):
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"rank {rank} has not {act}d shortcuts within {timeout_s:g} s: {act} the same "
@@ -214,23 +226,25 @@ def _said_by(rank: int, turn: int, store: Any, act: ShortcutAct, timeout_s: floa
 
 
 def rank_prefix() -> str:
-    """Such as "rank 3: "; empty for a process that is no rank of several."""
+    """Return a prefix such as "rank 3: "; empty for a process that is not one of several ranks."""
     return "" if is_alone() else f"rank {dist.get_rank()}: "
 
 
 def abort_process_groups(grace_s: float) -> None:
-    """Abort the communication of all process groups, for as long as ``grace_s`` at most.
+    """Abort the communication of all process groups, within at most ``grace_s`` seconds.
 
-    NCCL's calls then return with an error; gloo's go on.
+    NCCL's calls then return with an error; gloo's calls continue.
     """
     try:
+        # ``_abort_process_group`` is private (torch 2.13). It gets a time limit, as it may not
+        # return.
         within(grace_s, distributed_c10d._abort_process_group)
     except (RuntimeError, ValueError) as error:
         write_error(f"swpipe: the process groups could not be aborted: {error}")
 
 
 def tell_failure(error: BaseException) -> None:
-    """Leave word of this rank's failure, and note on the error which rank may have caused it."""
+    """Write this rank's failure to the store, and note on the error which rank may be the cause."""
     if is_alone():
         return
     own = _Word(dist.get_rank(), _said(error), time.time())
@@ -243,7 +257,7 @@ def tell_failure(error: BaseException) -> None:
 
 
 def within(seconds: float, act: Callable[[], T]) -> T:
-    """What ``act`` returns or raises; RuntimeError if it does neither in time."""
+    """Return or raise what ``act`` does; raise RuntimeError if it does neither in time."""
     answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -252,6 +266,7 @@ def within(seconds: float, act: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001 - raised by the waiting thread
             answer.put((None, error))
 
+    # A daemon thread: it cannot be interrupted in the store, and must not keep the process alive.
     threading.Thread(target=run, name="swpipe-store", daemon=True).start()
     try:
         value, error = answer.get(timeout=seconds)
@@ -261,7 +276,8 @@ def within(seconds: float, act: Callable[[], T]) -> T:
         try:
             raise error
         finally:
-            del error  # whose traceback refers to this frame
+            # The error's traceback refers to this frame, which would be a reference cycle.
+            del error
     return value  # type: ignore[return-value]  # there is one, since there is no error
 
 
@@ -271,14 +287,14 @@ def _said(error: BaseException) -> str:
 
 
 class _Word(NamedTuple):
-    """What a rank leaves of its failure."""
+    """The record that a rank leaves of its failure."""
 
     rank: int
     error: str
     time_s: float
 
     def before(self, later: _Word) -> bool:
-        """Whether it may be the cause of another rank's failure."""
+        """Return whether this failure may be the cause of another rank's failure."""
         return self.rank != later.rank and later.time_s - self.time_s <= RECENT_S
 
     def __str__(self) -> str:
@@ -286,7 +302,10 @@ class _Word(NamedTuple):
 
 
 def _let_down(error: BaseException | None) -> bool:
-    """Whether it looks like what other ranks do: lost communication, or a stall."""
+    """Return whether an error looks like an effect of other ranks.
+
+    That is lost communication, or a stall.
+    """
     if error is None or isinstance(error, StallError | ConnectionError | dist.DistError):
         return error is not None
     lost = isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
@@ -294,10 +313,15 @@ def _let_down(error: BaseException | None) -> bool:
 
 
 def _cause(own: _Word, error: BaseException) -> str:
-    """Leave word; what is to be said of the cause, or nothing if it is this rank itself."""
+    """Write this rank's word to the store, and return a text about the cause.
+
+    The text is empty if this rank itself is the first to fail.
+    """
     store = _line.store()
     store.set(_WORD.format(own.rank), json.dumps(own))
     _line.left_word = own
+    # An error of its own is registered as the first failure, unless a recent one is there. An
+    # effect is not: it waits for the first failure, or for the words of all ranks.
     if not _let_down(error):
         first = _first_failure(store, own)
         return str(first) if first.before(own) else ""
@@ -312,6 +336,7 @@ def _cause(own: _Word, error: BaseException) -> str:
         keys = [_WORD.format(rank) for rank in ranks if rank not in missing]
         words = [_Word(*json.loads(said)) for said in store.multi_get(keys)]
         recent = [word for word in words if own.time_s - word.time_s <= RECENT_S]
+        # A rank without a recent word may have been killed, which leaves no word.
         silent = sorted({*ranks} - {word.rank for word in recent})
         if not silent or time.monotonic() > deadline:
             break
@@ -327,28 +352,35 @@ def _cause(own: _Word, error: BaseException) -> str:
 
 
 def _withdraw(store: Any, word: _Word) -> None:
-    """Make it old, so that nobody takes it for a cause; who reads a deleted key would wait."""
+    """Mark a failure as old, so that no rank takes it for a cause.
+
+    It is not deleted: a rank that reads a deleted key would wait for it.
+    """
     old = json.dumps(word._replace(time_s=0.0))
     store.set(_WORD.format(word.rank), old)
-    held = store.compare_set(FIRST_FAILURE, old, old).decode()  # reads it, if it is there
+    # ``compare_set`` reads the key if it exists, where ``get`` would wait for it.
+    held = store.compare_set(FIRST_FAILURE, old, old).decode()
     if json.loads(held)[0] == word.rank:
         store.compare_set(FIRST_FAILURE, held, old)
 
 
 def _without_word(store: Any, ranks: range) -> list[int]:
-    """In a few requests, however many ranks there are."""
+    """Return the ranks that have left no word, in a few requests for any number of ranks."""
     if store.check([_WORD.format(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:
         return list(ranks)
+    # ``check`` asks for many keys at once, but does not tell which are missing: halve and ask
+    # again.
     half = len(ranks) // 2
     return _without_word(store, ranks[:half]) + _without_word(store, ranks[half:])
 
 
 def _first_failure(store: Any, own: _Word) -> _Word:
-    """The first of the recent failures: another rank's, or else this one, told now."""
+    """Return the first recent failure: that of another rank, or else this one, recorded now."""
     held = store.compare_set(FIRST_FAILURE, "", json.dumps(own)).decode()
     first = _Word(*json.loads(held))
+    # The job has recovered from that failure: replace it, unless another rank does so first.
     if own.time_s - first.time_s > RECENT_S:
         first = _Word(*json.loads(store.compare_set(FIRST_FAILURE, held, json.dumps(own))))
     return first

@@ -1,4 +1,4 @@
-"""The cores that this process may run on, and how many ranks of its job share them."""
+"""The cores that this process may run on, and the number of ranks that share them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 
 
 def cores() -> int:
-    """How many cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def ranks_on_machine() -> int:
-    """How many ranks share this machine's cores, as torchrun tells it; 1 where it does not."""
+    """Return the number of ranks on this machine, as torchrun sets it; 1 if it is not set."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, int(told)) if told.isdecimal() else 1

@@ -1,1 +1,1 @@
-"""Compile a plan and run it: instructions, threads, waiting, failure."""
+"""The engine, which compiles a plan and runs it: instructions, threads, waits and failures."""

@@ -1,4 +1,4 @@
-"""Where iterations come from: back-pressure, the pull of a batch, and its context.
+"""Admission of iterations: back-pressure, the pull of a batch, and its context.
 
     without a group that pulls     <admit>  wait for the device, pull, make the context
     with one                       <admit>  wait for the device, read the caller's settings
@@ -6,18 +6,19 @@
 
 Guarantees
     - The iterator is called by one thread, in order, for iterations that were admitted: at most
-      ``depth`` ahead of the one that the caller has.
+      ``depth`` ahead of the last one that was handed out.
     - An iteration that was admitted is in flight: its batch is pulled, and it is handed out, also
       by ``drain``, unless the data ends before it.
-    - An error of the iterator ends the run as the end of the data does: the iterations before it
-      are handed out, and the driver raises it then. Only ``OutOfStepError`` fails the run at once:
-      the tasks before could not finish, since the other ranks have other iterations in flight.
+    - An error of the iterator ends the run as the end of the data does: the driver hands out the
+      iterations before it and then raises it. Only ``OutOfStepError`` fails the run at once: the
+      tasks before could not finish, because the other ranks have other iterations in flight.
     - ``InFlightIterations.total`` is set before the instruction that found the end publishes it.
-    - When iteration i is admitted, the device has done iteration i - depth - ``launch_limit``, of
-      this run or of an earlier one.
+    - When iteration i is admitted, the device has finished iteration i - depth - ``launch_limit``,
+      of this run or of an earlier one.
 
 Assumptions
-    - Batches given to ``push`` are taken by ``<admit>``: the caller has none ahead.
+    - ``<admit>`` takes the batches given to ``push``, on the caller's thread: a group that pulls
+      has nothing to pull ahead.
 """
 
 from __future__ import annotations
@@ -40,26 +41,27 @@ from swpipe.device import Event
 from swpipe.errors import add_note
 
 _NOT_PULLED = TypedContext(None, -1)
-"""The context of an iteration that is admitted, before its batch is pulled."""
+"""The context of an admitted iteration whose batch is not yet pulled."""
 
 
 class Admission:
-    """Admits the iterations of one run.
+    """The part of a run that admits its iterations.
 
     Attributes:
         iterator: The caller's iterator.
-        source: Where the batches come from: the iterator, or what the ranks agree on of it.
-        admitted: How many iterations were begun, of which the data may have ended before the last.
-        pulled: How many of their batches were pulled.
-        data_ended: The iterator had no more.
-        failure: What the iterator raised after the last batch, until it is raised by the driver.
+        source: The iterator that batches are pulled from: the caller's, or on several ranks the one
+            that the ranks agree on.
+        admitted: How many iterations were begun; the data may have ended before the last of them.
+        pulled: How many batches were pulled for them.
+        data_ended: Whether the iterator has ended.
+        failure: The error that the iterator raised after the last batch, until it is raised.
         state: The caller's torch settings, for the iterations that are admitted from now on.
-        variables: The caller's context variables; likewise.
+        variables: The caller's context variables, likewise.
 
     Args:
-        iterations: Of the run.
+        iterations: The iterations of the run.
         iterator: The caller's iterator.
-        source: Where the batches come from.
+        source: The iterator that batches are pulled from.
     """
 
     def __init__(
@@ -76,7 +78,8 @@ class Admission:
         self._has_streams = iterations.engine.device.has_streams
         self._sources: list[Event | None] = [None] * iterations.depth
         engine = iterations.engine
-        # For the plan's streams to wait for; the caller's has what the loader launches before it.
+        # The plan's streams wait for an event at each batch. The caller's stream needs none: the
+        # loader's launches are before it on the same stream.
         self._marks_sources = bool(engine.streams)
         self._has_random_tasks = any(task.random for task in engine.tasks.values())
         has_group = PULL in engine.program.instructions
@@ -85,10 +88,10 @@ class Admission:
         self._agreed = source if isinstance(source, EvenIterator) else None
 
     def step(self, ins: Instruction, *, observed: bool) -> Step:
-        """What the lane does at ``<admit>`` or ``<pull>``.
+        """Return the function that a lane calls at ``<admit>`` or ``<pull>``.
 
-        Observers are told of the two apart, also where the lane does both at ``<admit>``: one is a
-        wait for the device, the other the time that the loader takes.
+        Observers get the two as separate instructions, even if the lane runs both at ``<admit>``:
+        the first is a wait for the device, the second is the time that the loader takes.
         """
         admit: Step = self._admit
         pull: Step = self._pull
@@ -111,6 +114,7 @@ class Admission:
         engine = iterations.engine
         if engine.program.launch_limit is not None:
             self._await_device(engine.ends.get(engine.end_slot(iterations.first + i)))
+        # The slot is free: the iteration ``depth`` before was retired in an earlier period.
         admitted = InFlight(_NOT_PULLED, self.state, self.variables, None)
         iterations.slots[i % iterations.depth] = admitted
         self.admitted = i + 1
@@ -120,12 +124,16 @@ class Admission:
         if self._has_streams:
             iterations.engine.device.make_current(iterations.caller_stream)
         try:
+            # A loader may draw from the generators that tasks with ``random=True`` seed, so it gets
+            # exclusive access as they do.
             if self._has_random_tasks or this_thread.access is not None:
                 with iterations.generators.exclusive():
                     batch = next(self.source)
             else:
                 batch = next(self.source)
         except StopIteration:
+            # A paused iterator stops between two steps of the ranks, for ``drain``. Its data has
+            # not ended.
             self.data_ended = self._agreed is None or not self._agreed.paused
             iterations.total = i
             return
@@ -149,10 +157,11 @@ class Admission:
             release.begin(iteration.ctx)
         if self._marks_sources:
             self._mark_source(i, iteration)
+        # Set last: if an interruption comes before, the iteration counts as not pulled.
         self.pulled = i + 1
 
     def cancel(self) -> None:
-        """Wake whoever waits for the other ranks."""
+        """Wake a pull that waits for the other ranks."""
         if self._agreed is not None:
             self._agreed.left = True
 
@@ -167,13 +176,15 @@ class Admission:
     def _mark_source(self, i: int, iteration: InFlight) -> None:
         iterations = self._iterations
         device = self._iterations.engine.device
-        if device.holds_work(vars(iteration.ctx)):  # the batch, and what the class may add
-            # Only then: to wait for the caller's stream is to wait for all the work queued on it.
+        # The class of the context may add attributes to the batch, so all of them are looked at.
+        if device.holds_work(vars(iteration.ctx)):
+            # No event for a batch in host memory: it would make tasks wait for all work that is
+            # queued on the caller's stream.
             source = self._sources[i % iterations.depth] or device.new_event()
             self._sources[i % iterations.depth] = iteration.source = source
             source.record(iterations.caller_stream)
 
     def _await_device(self, before: Event | None) -> None:
-        """Keep the host from launching further ahead of the device."""
+        """Keep the host from launching further ahead of the device than the plan allows."""
         if before is not None:
             self._iterations.await_device(before)

@@ -1,23 +1,24 @@
-"""What a lane does at one instruction: small functions, composed once, before the first batch.
+"""The function that a lane calls at each instruction, composed once, before the first batch.
 
     apply the caller's settings             worker lanes only
       make the stream current               devices with streams only, as are the next two
-      make it wait for events               where there are some
+      make it wait for events               if there are some
         get the random generators           tasks with ``random=True`` only
           tell the observers                only while somebody observes
                 the task's function, or its shortcut
       record the task's event               where somebody waits for it
       keep what the task removed            plans with several streams only
 
-Each layer is a function of the iteration that calls the one below; a task has only the layers that
-it needs. A task's stream stays current after it, since the next task's is often the same: whatever
-a thread runs first makes its own stream current, and the caller's thread gets its own back at the
-end of the period. Numbers in ``_with_stream`` refer to this list of guards:
+Each layer is a function of the iteration that calls the layer below; a task has only the layers
+that it needs. A task's stream stays current after the task, because the next task often uses the
+same stream: each task makes its own stream current first, and the caller's stream becomes current
+again on the caller's thread at the end of the period. Numbers in ``_with_stream`` refer to this
+list of guards:
 
     (1) event wait: work on another stream that this task reads must be done first;
-    (2) hold: another stream may still read a value that the task deleted or overwrote, and its
-        memory would go back to the stream that it was made on; it is kept until the iteration
-        retires;
+    (2) hold: another stream may still read a value that the task deleted or overwrote, and the
+        allocator would give its memory to the stream that the value was made on; the value is kept
+        until the iteration retires;
     (3) record: after the task's work, and before the lane's progress is published.
 """
 
@@ -33,7 +34,7 @@ from swpipe.core.task import PipelineTask
 from swpipe.device import Stream
 
 Step: TypeAlias = Callable[[int], None]
-"""Runs one instruction on one iteration, counted from 0 within the run."""
+"""A function that runs one instruction on one iteration, counted from 0 within the run."""
 
 _MISSING = object()
 
@@ -46,10 +47,12 @@ def build_step(
     *,
     observed: bool,
 ) -> Step:
-    """Compose what a lane does at a task's instruction.
+    """Compose the function that a lane calls at a task's instruction.
 
-    ``in_turn`` waits until the iterations before have passed the lane, where it has workers.
+    ``in_turn`` waits until the earlier iterations have passed the lane, if it has several workers.
     """
+    # From the inside out, in the order of the module's list: the check and the observers see the
+    # task alone, and the seed and the stream are in place around them.
     step = _call(iterations, task, in_turn)
     if iterations.check is not None:
         step = _checked(iterations, iterations.check, task, step)
@@ -71,6 +74,8 @@ def _call(iterations: InFlightIterations, task: PipelineTask, in_turn: Callable[
     name = task.name
     fn = task.fn
 
+    # The closures here and below read local variables only, because they run for every task and
+    # batch.
     def call(i: int) -> None:
         ctx = slots[i % depth].ctx
         if name in shortcut_names:
@@ -87,6 +92,7 @@ def _checked(
     slots = iterations.slots
     depth = iterations.depth
     until = check.until(task) - iterations.first
+    # The check watches the first iterations of the pipeline, which may lie before this run.
     if until <= 0:
         return step
 
@@ -101,11 +107,13 @@ def _checked(
 
 
 def observe(iterations: InFlightIterations, ins: Instruction, step: Step) -> Step:
-    """Tell the observers when ``step`` starts and stops."""
+    """Return a step that calls the observers when ``step`` starts and stops."""
     first = iterations.first
     engine = iterations.engine
 
     def observed(i: int) -> None:
+        # Read once per task: an observer added meanwhile would be stopped without having been
+        # started.
         observers = engine.observers()
         for observer in observers:
             observer.start(ins, first + i)
@@ -131,7 +139,7 @@ def _with_seed(iterations: InFlightIterations, task: PipelineTask, step: Step) -
 
 
 def with_torch_state(iterations: InFlightIterations, thread: ThreadTorchState, step: Step) -> Step:
-    """Run ``step`` on a worker thread under the caller's torch settings and context variables."""
+    """Return a step that runs under the caller's torch settings and context variables."""
     slots = iterations.slots
     depth = iterations.depth
 
@@ -139,14 +147,14 @@ def with_torch_state(iterations: InFlightIterations, thread: ThreadTorchState, s
         iteration = slots[i % depth]
         if iteration.state is not thread.applied:
             thread.apply(iteration.state)
-        # A copy, since only one thread at a time may be within a set of context variables.
+        # Run in a copy: Python allows only one thread at a time in a ``Context``.
         iteration.variables.copy().run(step, i)
 
     return with_state
 
 
 def wait_for_events(iterations: InFlightIterations, ins: Instruction, stream: Stream) -> Step:
-    """Make ``stream`` wait for the instruction's events, where their iterations exist."""
+    """Return a step that makes ``stream`` wait for the instruction's events."""
     slots = iterations.slots
     depth = iterations.depth
     ring = iterations.ring
@@ -169,7 +177,8 @@ def wait_for_events(iterations: InFlightIterations, ins: Instruction, stream: St
 
 def _with_stream(iterations: InFlightIterations, ins: Instruction, step: Step) -> Step:
     if ins.on_host:
-        # It launches nothing: any stream may be current. What it removes, a stream may still use.
+        # The task launches no work, so any stream may be current. A stream may still use a value
+        # that the task removes.
         return _with_hold(iterations, step) if iterations.engine.streams else step
     device = iterations.engine.device
     stream = iterations.stream_of(ins)
@@ -186,7 +195,8 @@ def _with_stream(iterations: InFlightIterations, ins: Instruction, step: Step) -
         if events is not None:
             events[i % ring].record(stream)  # (3)
 
-    # Where all work is on one stream, memory that is freed is reused in the order of that stream.
+    # If all work is on one stream, freed memory is reused in the order of that stream: nothing to
+    # hold.
     return _with_hold(iterations, streamed) if iterations.engine.streams else streamed
 
 
@@ -196,6 +206,8 @@ def _with_hold(iterations: InFlightIterations, step: Step) -> Step:
 
     def holding(i: int) -> None:
         iteration = slots[i % depth]
+        # Compare by identity before and after: a shallow copy of the attributes keeps removed
+        # values alive.
         before = vars(iteration.ctx).copy()
         try:
             step(i)

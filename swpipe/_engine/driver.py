@@ -1,4 +1,4 @@
-"""Drives a pipeline: one run after another, one call at a time, and one way to end.
+"""The driver of a pipeline: it starts runs, advances them call by call, and ends them.
 
     progress, drain, ...   enter --> advance the run --> leave
     close(), anywhere      closed = True, run.stop()      flags only: no lock, no wait
@@ -7,17 +7,20 @@
 
 Guarantees
     - ``close`` may be called anywhere: by a signal handler in the middle of another call, by a
-      task, by another thread, or twice. What the handler or the task raises comes out as itself.
-    - An exception may arrive at any place (Ctrl-C). The next call finds out that the last one was
-      cut short, ends what it has left, and begins anew; or, where nothing was lost, goes on.
-    - Ending may be cut short as well: every step can be done again.
+      task, by another thread, or twice. An exception that the handler or the task raises keeps its
+      type.
+    - An exception may arrive at any place (Ctrl-C). The next call detects that the previous call
+      was interrupted. It ends the interrupted run and begins a new one; if no iteration was lost,
+      it continues the run.
+    - Ending a run may be interrupted as well: every step of it can be repeated.
 
     - An error of the iterator is raised once, when the iterations before it have been handed out:
-      by the call that finds nothing before it, or else by the next ``progress`` or ``fill``.
-    - On several ranks with ``check_data``, runs pull what the ranks have agreed on.
+      by the call that finds no iteration before it, or else by the next ``progress`` or ``fill``.
+    - On several ranks with ``check_data``, a run pulls only the batches that the ranks agreed on.
 
 Assumptions
-    - Whoever is cut short lets the exception out: nobody resumes a suspended call (a greenlet).
+    - An interrupted call lets the exception propagate: nobody resumes a suspended call, as a
+      greenlet library could.
 """
 
 from __future__ import annotations
@@ -47,14 +50,15 @@ from swpipe.errors import add_note
 from swpipe.shortcut import Shortcuts
 
 PULL_GRACE_S = 1.0
-"""How long, at most, what is dropped waits for a batch that is being pulled."""
+"""The longest time in seconds for which ``drop`` waits for a batch that is being pulled."""
 
 INTERRUPTED = "the last call was interrupted, which drops the iterations in flight"
 
 
 def end_dropped(run: Run, watchdog: Watchdog, made_at: tuple[str, int]) -> None:
-    """End a run whose pipeline nobody refers to any more, and say in which file and line it was."""
-    if run.ended:  # and the call that ended it was cut short before it told this finalizer
+    """End the run of a pipeline that was garbage-collected, and warn with its file and line."""
+    # The call that ended the run was interrupted before it could detach this finalizer.
+    if run.ended:
         return
     run.end()
     watchdog.stop()
@@ -66,7 +70,7 @@ def end_dropped(run: Run, watchdog: Watchdog, made_at: tuple[str, int]) -> None:
 
 
 def checked_start(number: object) -> int:
-    """``number``; ValueError if no iteration can have it."""
+    """Return ``number``; raise ValueError if it is not a valid iteration number."""
     if type(number) is int and number >= 0:
         return number
     raise ValueError(
@@ -76,14 +80,15 @@ def checked_start(number: object) -> int:
 
 
 class Driver(Generic[C]):
-    """Runs the iterations of one pipeline, whose contexts are of class ``C``.
+    """The object that runs the iterations of one pipeline, whose contexts are of class ``C``.
 
     Attributes:
-        engine: What the next run uses.
-        run: The one in flight; None if nothing is.
+        engine: The engine that the next run uses.
+        run: The run with iterations in flight; None if there is none.
         drained: Contexts that were complete when ``drain`` failed; the next ``drain`` returns them.
-        next_iteration: The number of the next run's first iteration.
-        lost: Why no state leads back to what was in flight last; empty if nothing was lost.
+        next_iteration: The number of the next run's first iteration, from 0.
+        lost: The reason why the state before the last iterations in flight cannot be restored;
+            empty if nothing was lost.
     """
 
     def __init__(
@@ -108,24 +113,33 @@ class Driver(Generic[C]):
         self._made_at = made_at
         self._watchdog: Watchdog | None = None
         self._dropped: weakref.finalize[..., Driver[C]] | None = None
-        self._lent: LentAccess | None = None  # the generators, by an outer pipeline's task
+        # The access to the random generators that a task of an outer pipeline lends to this call.
+        self._lent: LentAccess | None = None
         self._check_data = check_data
         self._even: EvenData | None = None
-        self._agreed: EvenIterator | None = None  # of the iterator that was used last
-        self._out_of_step = ""  # why no iteration can be run any more
-        self._errors: list[Exception] = []  # of the iterator, with nothing before them in flight
+        # The iterator that the ranks agree on, made from the iterator that was used last.
+        self._agreed: EvenIterator | None = None
+        # Why no iteration can run any more; empty while the ranks are in step.
+        self._out_of_step = ""
+        # Errors of the iterator that are due: no iteration before them is in flight.
+        self._errors: list[Exception] = []
         self._ended: Iterator[Any] | None = None
-        self._failed: Iterator[Any] | None = None  # the last run's, where it raised an error
-        self._oldest = 0  # the iteration that would have been handed out next when a run ended
+        # The iterator of the last run, if that iterator raised an error.
+        self._failed: Iterator[Any] | None = None
+        # The iteration that would have been handed out next when the last run ended.
+        self._oldest = 0
         self._pushed = PushedBatches()
 
     @property
     def in_flight(self) -> int:
-        """How many iterations have been pulled and not been handed out."""
+        """The number of iterations that were pulled and not handed out."""
         return len(self.drained) + (0 if self.run is None else self.run.in_flight)
 
     def __enter__(self) -> None:
         self.access.enter(sys._getframe(1))
+        # If an exception such as Ctrl-C interrupted the previous call, its run cannot continue: a
+        # task may have run only in part. If a task of another pipeline makes this call, it lends
+        # its access to the random generators, or tasks of this pipeline would wait for ever.
         run = self.run
         if run is not None and (run.in_call or run.stopping) and run.interrupted:
             self._end_with_warning(run)
@@ -136,11 +150,12 @@ class Driver(Generic[C]):
             if self._lent is not None:
                 self._lent.take_back(kind)
         finally:
+            # ``close`` came during this call and could not end the run itself, so this call does.
             if not self.access.leave():
                 self.close()
 
     def fill(self, iterator: Iterator[Any]) -> None:
-        """Run the prologue."""
+        """Run the prologue: admit iterations until the pipeline is full or the data ends."""
         with self:
             self._end_idle()
             if self.run is not None:
@@ -153,21 +168,26 @@ class Driver(Generic[C]):
                 self._advance(run)
             run.settle()
             if run.failure is not None:
-                self._advance(run)  # which raises it
+                # The worker's failure is raised by ``advance``.
+                self._advance(run)
             if self.run is None:
                 self._raise_error()
 
     def progress(self, iterator: Iterator[Any], length: int | None = None) -> C:
-        """Run one period, or as many as it takes to hand out an iteration.
+        """Run periods until one of them hands out an iteration, and return its context.
 
         Args:
-            iterator: Where the batches come from.
-            length: How many it has, where that is known and the iterator does not say so.
+            iterator: The iterator that yields the batches.
+            length: The number of batches, if it is known and the iterator does not provide it.
+
+        Raises:
+            StopIteration: All iterations of the iterator were handed out.
         """
         with self:
             if self.run is None:
                 self._raise_error()
-            # If it called the iterator again instead, one that restarts would never end.
+            # If this call used an ended iterator again, a loop over an iterator that restarts would
+            # never end.
             ended = self._ended
             self._ended = None
             if self.run is None and ended is not None and ended is iterator:
@@ -175,14 +195,19 @@ class Driver(Generic[C]):
             run = self._prepared(iterator, length)
             if (ctx := self._next(run)) is not None:
                 return ctx
-            if self.run is run:  # the end of the data was found between two calls
+            # A thread found the end of the data between two calls.
+            if self.run is run:
                 self._end(run)
             self._raise_error()
             self._ended = None
             raise StopIteration
 
     def current_iterator(self) -> Iterator[Any]:
-        """That of the iterations in flight, or of the data that has just ended; or TypeError."""
+        """Return the iterator of the iterations in flight, or the one that has just ended.
+
+        Raises:
+            TypeError: There is neither, or the batches were given to ``push``.
+        """
         ended = self._ended or self._failed
         iterator = ended if self.run is None else self.run.admission.iterator
         if iterator is None or iterator is self._pushed:
@@ -193,7 +218,7 @@ class Driver(Generic[C]):
         return iterator
 
     def push(self, batch: Any) -> C | None:
-        """Run one period on a batch; what it handed out."""
+        """Run one period on a batch, and return the context that it hands out, if any."""
         with self:
             run = self._prepared(self._pushed)
             self._pushed.batches = (batch,)
@@ -203,7 +228,7 @@ class Driver(Generic[C]):
                 self._pushed.batches = ()
 
     def flush(self) -> Iterator[C]:
-        """Finish the pushed batches, one with each context that is asked for."""
+        """Return an iterator that finishes the pushed batches and yields one context at a time."""
         with self:
             run = self.run
             if run is not None and run.in_flight and run.admission.iterator is not self._pushed:
@@ -225,10 +250,12 @@ class Driver(Generic[C]):
                     self._end(run)
                     return
             yield ctx
-            del ctx  # this frame must not keep what the user drops
+            # A reference in this suspended frame would keep the memory of a context that the user
+            # dropped.
+            del ctx
 
     def drain(self) -> list[C]:
-        """Stop admitting, finish what is in flight, and hand it out."""
+        """Stop admitting iterations, finish those in flight, and return their contexts."""
         with self:
             run = self.run
             if run is not None:
@@ -236,8 +263,11 @@ class Driver(Generic[C]):
                 agreed = self._agreed if run.admission.source is self._agreed else None
                 if agreed is None:
                     run.stop_admitting()
-                else:  # all ranks have agreed to run what it has pulled early
-                    run.settle()  # a thread that pulls has pulled as much on all ranks then
+                else:
+                    # All ranks have agreed to run the batches that this iterator pulled early, so
+                    # they may not be dropped. After ``settle``, a thread that pulls has pulled
+                    # equally many on all ranks.
+                    run.settle()
                     agreed.paused = run.draining = True
                 try:
                     self._drain(run)
@@ -249,7 +279,7 @@ class Driver(Generic[C]):
             return contexts
 
     def _drain(self, run: Run) -> None:
-        # The data may turn out to have ended before the last iteration that was admitted.
+        # The data may have ended before the last iteration that was admitted.
         while not run.over:
             while (error := run.admission.take_error(run.retired)) is not None:
                 self._errors.append(error)
@@ -259,10 +289,11 @@ class Driver(Generic[C]):
             self._end(run)
 
     def state_dict(self, check: bool) -> dict[str, int]:
-        """Number of the next iteration to hand out, batches pulled beyond it, and the seed.
+        """Return the next iteration to hand out, the seed, and the count of batches pulled ahead.
 
         Raises:
-            RuntimeError: A call is under way; or, where ``check``, what was in flight last is lost.
+            RuntimeError: A call is under way; or ``check`` is True and the iterations that were
+                in flight last are lost.
         """
         if self.access.holder() is not None:
             raise RuntimeError(
@@ -283,14 +314,18 @@ class Driver(Generic[C]):
             )
         if run is not None:
             number = run.iterations.first + run.retired
-        if self.drained:  # a run that has failed may have dropped later ones
+        # A failed ``drain`` keeps complete contexts, and its run may have dropped later ones.
+        if self.drained:
             number = self.drained[0].iter_idx
         seed = self.engine.seeds.seed
         early = 0 if self._agreed is None else self._agreed.waiting
         return {"next_iteration": number, "in_flight": self.in_flight + early, "seed": seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Take number and seed from a saved state; within a call, with nothing in flight."""
+        """Restore number and seed from a saved state.
+
+        Call it in ``with`` and with nothing in flight.
+        """
         for name in ("next_iteration", "seed"):
             value = state.get(name) if isinstance(state, Mapping) else None
             if type(value) is not int or (name == "next_iteration" and value < 0):
@@ -304,7 +339,10 @@ class Driver(Generic[C]):
         self.engine.seeds.seed = state["seed"]
 
     def drop(self) -> int:
-        """Drop what is in flight; how many iterations that were. A closed pipeline has none."""
+        """Drop the iterations in flight, and return their number.
+
+        A closed pipeline has none.
+        """
         if self.access.closed:
             return 0
         with self:
@@ -318,13 +356,14 @@ class Driver(Generic[C]):
                 self._end(run)
                 self.next_iteration = self._oldest
                 self.lost = ""
-            elif self.lost:  # by a failure of the oldest, which keeps its number
+            elif self.lost:
+                # The oldest iteration failed. The next run starts after it.
                 self.next_iteration = self._oldest + 1
             self._errors.clear()
             return dropped
 
     def refuse_in_flight(self, purpose: str) -> None:
-        """Raise RuntimeError if iterations are in flight; within a call."""
+        """Raise RuntimeError if iterations are in flight. Call it inside ``with``."""
         self._end_idle()
         if self.run is not None:
             raise RuntimeError(
@@ -334,14 +373,18 @@ class Driver(Generic[C]):
 
     @contextmanager
     def borrowed(self, shortcuts: Shortcuts, context: type[C]) -> Iterator[None]:
-        """Other shortcuts and contexts, and no check, within the block; then all is as it was."""
+        """Use other shortcuts and contexts, and no check, in this block.
+
+        The engine is restored after it.
+        """
         engine = self.engine
         next_iteration = self.next_iteration
         self.engine = replace(engine, shortcuts=shortcuts, check=None, context=context)
         try:
             yield
         except BaseException:
-            with suppress(Exception):  # the first failure is the one to raise
+            # The first failure is raised, not an error of this clean-up.
+            with suppress(Exception):
                 self.drain()
             raise
         finally:
@@ -349,17 +392,21 @@ class Driver(Generic[C]):
             self.next_iteration = next_iteration
 
     def close(self) -> None:
-        """Stop the threads and drop what is in flight, or make the call under way do so."""
+        """Stop the threads and drop the iterations in flight, or make the call under way do so."""
         self.access.close()
-        if self.access.forked:  # whoever held the lock is not in this process
+        # In a forked child, a thread that held a lock of the run does not exist, and never releases
+        # it.
+        if self.access.forked:
             self.run = None
         run = self.run
         if run is not None:
             run.stop()
+        # A call under way on another thread ends the run when it sees ``closed``. Wait for it
+        # briefly, so that usually nothing runs when ``close`` returns.
         deadline = time.monotonic() + JOIN_GRACE_S
         while not self.access.forked and not self.access.enter_to_close(sys._getframe()):
             if self._must_not_wait(run) or time.monotonic() > deadline:
-                return  # the call under way sees the flags
+                return
             time.sleep(1e-3)
         try:
             self._end_all()
@@ -367,7 +414,7 @@ class Driver(Generic[C]):
             self.access.leave()
 
     def _must_not_wait(self, run: Run | None) -> bool:
-        """Whether the call under way may itself wait for the calling thread."""
+        """Return whether the call under way may be waiting for the calling thread."""
         ident = threading.get_ident()
         workers = () if run is None else run.lanes[1:]
         return self.access.holder() == ident or any(
@@ -375,7 +422,7 @@ class Driver(Generic[C]):
         )
 
     def _prepared(self, iterator: Iterator[Any], length: int | None = None) -> Run:
-        """The run over this iterator, ready to be advanced by the calling thread."""
+        """Return the run over this iterator, ready to be advanced by the calling thread."""
         run = self.run
         if run is None or run.admission.iterator is not iterator:
             self._end_idle()
@@ -395,28 +442,34 @@ class Driver(Generic[C]):
         return run
 
     def _end_idle(self) -> None:
-        """End a run of which nothing is in flight: whatever comes next may begin anew."""
+        """End a run that has no iterations in flight, so that the next call can begin a new one."""
         run = self.run
         if run is not None and not run.draining:
             run.settle()
         if run is not None and not run.in_flight and not run.draining:
             run.stop_admitting()
-            if run.over:  # no failure is left to raise
+            # A failure that has not been raised keeps the run alive.
+            if run.over:
                 self._end(run)
 
     def _raise_error(self) -> None:
-        """Raise what the iterator raised after the batch that was handed out last, if it did."""
+        """Raise the oldest due error of the iterator, if there is one."""
         if self._errors:
             error = self._errors.pop(0)
-            if not isinstance(error, UnevenDataError):  # all ranks have it
+            # All ranks raise ``UnevenDataError`` by themselves; other errors are reported to them.
+            if not isinstance(error, UnevenDataError):
                 tell_failure(error)
             try:
                 raise error
             finally:
-                del error  # whose traceback refers to this frame
+                # The error's traceback refers to this frame, which would be a reference cycle.
+                del error
 
     def _source(self, iterator: Iterator[Any], length: int | None) -> Iterator[Any]:
-        """Return what a run over ``iterator`` pulls: on several ranks, what they agree on."""
+        """Return the iterator that a run pulls from.
+
+        On several ranks it is the one that they agree on.
+        """
         if self._out_of_step:
             raise RuntimeError(
                 f"the ranks are out of step, and their collectives would not match any more: "
@@ -427,14 +480,16 @@ class Driver(Generic[C]):
             return iterator
         overlaps = self.engine.program.depth > 1
         if self._even is None:
-            # Its own time-out comes before the watchdog's, since it says more.
+            # Its time-out is shorter than the watchdog's, because its error names the ranks that
+            # are missing.
             wait_s = 600.0 if self._stall_timeout_s is None else 0.9 * self._stall_timeout_s
-            # The answers take a round trip: they are awaited one step later.
+            # The answers of the ranks take a round trip: a pipeline awaits them one step later.
             self._even = EvenData("error", ahead=int(overlaps), timeout_s=wait_s)
         agreed = self._agreed
         if agreed is None or agreed.over or agreed.source is not iterator:
             left = batches_left(iterator) if length is None else length
-            # A call under way is the watchdog's; between two, a thread that pulls may wait.
+            # The watchdog limits pulls within a call. A thread that pulls between two calls needs
+            # its own limit.
             limited = self._stall_timeout_s is not None and PULL in self.engine.program.instructions
             agreed = EvenIterator(
                 self._even, iterator, length=left, keeps_step=overlaps, limited=limited
@@ -461,7 +516,8 @@ class Driver(Generic[C]):
             watchdog = Watchdog(run, self._stall_timeout_s, self.access.holder, owner)
             self._watchdog = watchdog
             watchdog.start()
-            # Not __del__: what a signal handler raises within that is lost, at each end of a run.
+            # A finalizer and not ``__del__``: an exception that a signal handler raises within
+            # ``__del__`` is lost.
             self._dropped = weakref.finalize(self, end_dropped, run, watchdog, self._made_at)
             self._dropped.atexit = False
         except BaseException:
@@ -470,12 +526,15 @@ class Driver(Generic[C]):
         return run
 
     def begin_serial(self, number: int) -> None:
-        """An iteration is run serially; if it fails, it is lost and keeps its number."""
+        """Record that an iteration is run serially.
+
+        If the iteration fails, it is lost and keeps its number.
+        """
         self.lost = f"iteration {number} was run serially, and has failed"
         self._oldest = number
 
     def agree(self) -> None:
-        """Compare the plan across ranks, once; a collective."""
+        """Compare the plan across ranks in the first call. This is a collective."""
         if self._check_ranks:
             seeds = [self.engine.seeds.seed for t in self.engine.tasks.values() if t.random]
             check_same_plan(self._plan, *seeds[:1])
@@ -493,7 +552,7 @@ class Driver(Generic[C]):
         )
 
     def _next(self, run: Run) -> C | None:
-        """The next context; None where there is no further one."""
+        """Return the next context, or None if there is no further one."""
         while not run.over:
             if (error := run.admission.take_error(run.retired)) is not None:
                 self._errors.append(error)
@@ -518,10 +577,11 @@ class Driver(Generic[C]):
         return ctx
 
     def _end(self, run: Run) -> list[str]:
-        """End the run, whatever was done of that before; returns which tasks have not returned."""
+        """End the run and return notes on tasks that have not returned. May be called again."""
         run.end()
         if self._watchdog is not None:
-            if not self.access.forked:  # its thread is the parent's
+            # In a forked child there is no watchdog thread to stop.
+            if not self.access.forked:
                 self._watchdog.stop()
             self._watchdog = None
         if self._dropped is not None:

@@ -1,4 +1,4 @@
-"""One call at a time may use a pipeline, and none once it is closed.
+"""Exclusive use of a pipeline: one call at a time, and none once the pipeline is closed.
 
     progress()  enters: holder = its frame ......... leaves: holder = None
     close()     sets ``closed``, reads the holder:   a call under way cleans up when it leaves;
@@ -10,8 +10,8 @@ longer executed, and takes over. The first operation of a dictionary decides bet
 at once. Only who takes over needs a lock: it is reentrant, since a signal handler may come in
 between, and nothing waits while holding it.
 
-What watches a task is a mode of torch's on its thread. An interrupt can keep it there, after the
-task; so a call that leaves takes away what it has left on the caller's thread.
+A check of tasks is a dispatch mode of torch on the task's thread. An interrupt can leave the mode
+active after the task, so a call that leaves removes such modes from the caller's thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FORKED = (
 )
 
 
-_forks = 0  # between the first process and this one
+# The number of forks between the first process and this one.
+_forks = 0
 
 
 def _count_fork() -> None:
@@ -41,15 +42,17 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 def only_watches(count: int) -> bool:
-    """Whether the innermost of so many dispatch modes only watches what a task does."""
+    """Return whether the innermost of ``count`` dispatch modes only watches a task."""
+    # ``torch._C._get_dispatch_stack_at`` is private (torch 2.13); index 0 is the outermost mode.
     return getattr(torch._C._get_dispatch_stack_at(count - 1), "only_watches", False)
 
 
 def is_executed(frame: FrameType) -> bool:
-    """Whether some thread executes the frame of a function, which must not be a generator's.
+    """Return whether some thread executes the frame of a function that is not a generator.
 
-    If not, its local variables are cleared. Searching all threads' stacks for the frame is no way:
-    CPython 3.11 crashes if ``sys._current_frames`` finds one that its own thread is just clearing.
+    If not, the frame's local variables are cleared. A search in the stacks of all threads is not
+    possible: CPython 3.11 crashes if ``sys._current_frames`` finds a frame that its own thread is
+    just clearing.
     """
     try:
         frame.clear()
@@ -59,13 +62,16 @@ def is_executed(frame: FrameType) -> bool:
 
 
 class ExclusiveAccess:
-    """Lets one call in at a time; another one raises instead of waiting."""
+    """A guard that admits one call at a time; another call raises instead of waiting."""
 
     def __init__(self) -> None:
-        self._open_after: int | None = _forks  # of how many forks; None once closed
+        # The number of forks after which the pipeline is open: a fork closes it. None once closed.
+        self._open_after: int | None = _forks
         self._made_after = _forks
-        self._holders: dict[str, tuple[FrameType, int]] = {}  # one at most
-        self._modes = 0  # of torch's dispatch, on the caller's thread, when the call began
+        # At most one entry: the frame and the thread of the call under way.
+        self._holders: dict[str, tuple[FrameType, int]] = {}
+        # The number of dispatch modes on the caller's thread when the call began.
+        self._modes = 0
         self._lock = threading.RLock()
 
     @property
@@ -75,15 +81,15 @@ class ExclusiveAccess:
 
     @property
     def closed(self) -> bool:
-        """Whether nobody is let in any more."""
+        """Whether no call is admitted any more."""
         return self._open_after != _forks
 
     def close(self) -> None:
-        """Let no further call in."""
+        """Admit no further call."""
         self._open_after = None
 
     def enter(self, frame: FrameType) -> None:
-        """Begin a call; it lasts for as long as ``frame`` is executed, or until ``leave``."""
+        """Begin a call, which lasts while ``frame`` is executed, or until ``leave``."""
         entered = self.enter_to_close(frame)
         # After the holder is set: either close() sees this call, or this call sees that it closed.
         if self._open_after != _forks:
@@ -97,7 +103,7 @@ class ExclusiveAccess:
             )
 
     def enter_to_close(self, frame: FrameType) -> bool:
-        """Begin a call though the pipeline is closed; False while another is under way."""
+        """Begin a call even if the pipeline is closed; return False while another is under way."""
         mine = frame, threading.get_ident()
         if self._holders.setdefault("call", mine) is mine or self._take_over(mine):
             self._modes = torch._C._len_torch_dispatch_stack()
@@ -105,7 +111,7 @@ class ExclusiveAccess:
         return False
 
     def _take_over(self, mine: tuple[FrameType, int]) -> bool:
-        """Enter in the place of a call that was cut short; False while one is under way."""
+        """Replace a call that was interrupted; return False while a call is under way."""
         holder = self._holders.get("call")
         if holder is not None:
             if is_executed(holder[0]):
@@ -116,13 +122,13 @@ class ExclusiveAccess:
         return self._holders.setdefault("call", mine) is mine
 
     def leave(self) -> bool:
-        """End the call; whether the pipeline is still open."""
+        """End the call, and return whether the pipeline is still open."""
         while (count := torch._C._len_torch_dispatch_stack()) > self._modes and only_watches(count):
             torch._C._pop_torch_dispatch_stack(None)
         self._holders.clear()
         return self._open_after == _forks
 
     def holder(self) -> int | None:
-        """The thread, by ``ident``, of the call that is under way; None if there is none."""
+        """Return the ``ident`` of the thread whose call is under way; None if there is none."""
         holder = self._holders.get("call")
         return holder[1] if holder is not None and is_executed(holder[0]) else None

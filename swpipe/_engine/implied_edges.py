@@ -1,4 +1,4 @@
-"""Which edges between the instructions of a period are implied by others, and need no wait."""
+"""Reduction of the edges between instructions: an edge implied by others needs no wait."""
 
 from __future__ import annotations
 
@@ -22,27 +22,32 @@ def reduce_edges(
     order: Sequence[int],
     several: Set[int] = frozenset(),
 ) -> list[list[Hop]]:
-    """Consumer to its edges, less those that a path of no greater weight implies; lightest first.
+    """Return each consumer's edges, lightest first, without those that a path of others implies.
 
-    Paths lead through all other edges and ``fixed``. The graph has no cycle, so the result does not
-    depend on what is dropped first. Edges of negative weight stay; no path leads through them.
+    A path implies an edge if it has no greater weight. Paths lead through all other edges and
+    ``fixed``. The graph has no cycle, so the result does not depend on the order of the removals.
+    Edges
+    of negative weight stay, and no path leads through them.
 
     Args:
-        edges: To be kept or dropped.
-        fixed: What holds anyway.
+        edges: The edges to keep or drop, between places in the order of a period.
+        fixed: Edges that hold without a wait.
         order: All places; hops of weight 0 lead from earlier ones to later ones.
-        several: Places that are not in order with themselves, from one period to the next: what
-            comes after one by some weight need not by a greater one. Edges between two stay.
+        several: Places whose turns are not ordered from one period to the next: an edge of some
+            weight
+            implies none of a greater weight there. Edges between two of them stay.
     """
     always = set(fixed)
     kept = set(edges) - always
     waits: list[list[Hop]] = [[] for _ in order]
     if not kept:
         return waits
+    # Of parallel edges the lightest implies the others. It also stands for them in paths.
     lightest: list[dict[int, int]] = [{} for _ in order]
     for producer, consumer, weight in (*kept, *always):
         if 0 <= weight <= lightest[producer].get(consumer, weight):
             lightest[producer][consumer] = weight
+    # A path's weight may be less than the edge's only if one end runs in period order.
     ordered = {hop for hop in kept if not {hop.producer, hop.consumer} <= several}
     lighter = {h for h in ordered if lightest[h.producer].get(h.consumer, h.weight) < h.weight}
     kept -= lighter
@@ -55,14 +60,17 @@ def reduce_edges(
 def _implied(
     edges: Sequence[Hop], hops: Sequence[Mapping[int, int]], order: Sequence[int]
 ) -> set[Hop]:
-    """The edges that two hops or more of no greater weight imply.
+    """Return the edges that paths of two hops or more and of no greater weight imply.
 
-    Weight by weight, from the last place to the first, each place tells those before it what it
-    reaches, and only where that has grown. It ends when every heavier edge is known to be implied.
+    For each weight in ascending order, and from the last place to the first, each place propagates
+    the
+    set of places that it reaches to the places before it, if the set has grown. The search ends
+    when
+    every heavier edge is known to be implied.
 
     Args:
-        edges: Of weight 0 or more.
-        hops: Producer to consumer to weight.
+        edges: Edges of weight 0 or more.
+        hops: The weight of each edge, by producer and consumer.
         order: As for ``reduce_edges``.
     """
     reach = _Reach(hops, order)
@@ -75,6 +83,8 @@ def _implied(
     while +undecided and weight <= max(+undecided):
         for place in reach.grown(weight):
             beyond = reach.beyond[place]
+            # ``beyond`` holds a bit per place, so a whole set is merged or tested by one operation
+            # on integers.
             found = {h for h in leaving[place] if h.weight >= weight and beyond >> h.consumer & 1}
             undecided.subtract(hop.weight for hop in found - implied)
             implied |= found
@@ -83,19 +93,21 @@ def _implied(
 
 
 class _Reach:
-    """Which places each place reaches by paths of at most some weight.
+    """The set of places that each place reaches by paths of at most some weight.
 
     Attributes:
-        beyond: Place to the set, in bits, of those that two hops or more lead to.
+        beyond: For each place, the places that paths of two hops or more lead to, as bits.
     """
 
     def __init__(self, hops: Sequence[Mapping[int, int]], order: Sequence[int]) -> None:
         self.beyond = [0] * len(order)
-        self._reached = [1 << place for place in range(len(order))]  # by any number of hops
+        # The places that each place reaches by any number of hops, itself included, as bits.
+        self._reached = [1 << place for place in range(len(order))]
         self._order = order
         self._rank = {place: rank for rank, place in enumerate(order)}
         self._before: list[list[tuple[int, int]]] = [[] for _ in order]
-        # Weight to place to what it then reaches: by one hop, and by more.
+        # For each weight and place, the places that it reaches from that weight on: by one hop
+        # (``_next``), and by more (``_news``).
         self._next: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         self._news: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         for producer, consumers in enumerate(hops):
@@ -104,7 +116,10 @@ class _Reach:
                 self._next[weight][producer] |= 1 << consumer
 
     def grown(self, weight: int) -> Iterator[int]:
-        """The places whose ``beyond`` grows with this weight; it has to be asked for in turn."""
+        """Yield the places whose ``beyond`` grows with this weight.
+
+        Ask for weights in ascending order.
+        """
         direct = self._next.pop(weight, {})
         news = self._news[weight]
         places = [-self._rank[place] for place in {*direct, *news}]
@@ -117,6 +132,8 @@ class _Reach:
                 self._reached[place] = reached
                 for producer, taken in self._before[place]:
                     into = self._news[weight + taken]
+                    # A hop of weight 0 adds to the current weight: the producer comes earlier in
+                    # the order, so it is still to be visited.
                     if not taken and producer not in into and producer not in direct:
                         heapq.heappush(places, -self._rank[producer])
                     into[producer] |= reached & ~(1 << place)

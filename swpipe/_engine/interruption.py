@@ -1,6 +1,6 @@
-"""How a thread that waits for ever is interrupted, and how its rank ends if it cannot be.
+"""The interruption of a thread that waits for ever, and the end of its rank if that fails.
 
-For whoever limits a time: the watchdog of a run, and the limit on pulls over several ranks.
+It is used by the watchdog of a run and by the limit on pulls over several ranks.
 """
 
 from __future__ import annotations
@@ -20,28 +20,33 @@ from swpipe._distributed.rank_checks import (
 from swpipe.errors import StallError, write_error
 
 GRACE_S = 2.0
-"""How long a caller that was interrupted has to leave its task."""
+"""The time in seconds in which an interrupted caller has to leave its task."""
 
 STALL_EXIT_CODE = 70
-"""With what a rank exits that nothing else ends."""
+"""The exit code of a rank that could not be interrupted."""
 
 LOOK_COUNTS_AT_MOST = 2.0
-"""How many intervals one look can add: a process that was stopped looks once when it continues."""
+"""The greatest idle time that one look can add, in intervals.
+
+A process that was stopped looks once when it continues; the time of the stop must not count.
+"""
 
 
 def end_thread(ident: int, error: RuntimeError, has_left: Callable[[], bool]) -> None:
-    """Interrupt a thread, and end the process if it is a rank and nothing else ends the call.
+    """Interrupt a thread; if it stays in its call and is one of several ranks, end the process.
 
     Args:
-        ident: The thread.
-        error: Why.
-        has_left: Returns, within ``GRACE_S``, whether the thread has left the call that it is in.
+        ident: The thread to interrupt.
+        error: The reason, which the other ranks are told.
+        has_left: Returns, within ``GRACE_S``, whether the thread has left its call.
     """
+    # Report to the other ranks before the wait: they may be waiting for this rank's collective.
     interrupt(ident)
     tell_failure(error)
     if is_alone() or has_left():
         return
     prefix = rank_prefix()
+    # A collective that is aborted returns with an error. A call that still waits is no collective.
     abort_process_groups(GRACE_S)
     if not has_left():
         for note in getattr(error, "__notes__", ()):
@@ -54,11 +59,14 @@ def end_thread(ident: int, error: RuntimeError, has_left: Callable[[], bool]) ->
 
 
 def interrupt(ident: int) -> None:
-    """Raise an exception in a thread: that of SIGINT in the main thread, or a ``StallError``."""
+    """Raise KeyboardInterrupt (by SIGINT) in the main thread, or ``StallError`` in another.
+
+    If the user has replaced the handler of SIGINT, the main thread gets a ``StallError`` too.
+    """
     main = threading.main_thread().ident
     if ident == main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Python's handlers end blocking calls; libraries that hook SIGINT (polars does, at its
-        # first query) let such calls go on instead.
+        # ``siginterrupt`` makes blocking calls end with EINTR, as Python's own handlers do. A
+        # library that hooks SIGINT (polars, at its first query) makes them continue instead.
         signal.siginterrupt(signal.SIGINT, True)
         signal.pthread_kill(ident, signal.SIGINT)
     else:

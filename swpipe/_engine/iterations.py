@@ -1,4 +1,4 @@
-"""What the lanes of a pipeline share: the engine, and the iterations of one run in flight."""
+"""State that the lanes of a pipeline share: the engine, and the iterations of a run in flight."""
 
 from __future__ import annotations
 
@@ -29,36 +29,45 @@ FOREVER = sys.maxsize
 
 
 class TaskCheck(Protocol):
-    """Checks what tasks touch."""
+    """The interface of a check of the memory that tasks touch."""
 
     def until(self, task: PipelineTask) -> int:
-        """The first iteration from which on a task is not watched any more."""
+        """Return the first iteration from which on a task is not watched any more."""
 
     def watching(self, task: PipelineTask, ctx: Any) -> AbstractContextManager[None]:
         """Watch a task that runs within the block."""
 
 
 class PullCheck(Protocol):
-    """Checks an iterator at its first pull; made before it."""
+    """The interface of a check of an iterator, made before its first pull."""
 
     def after_pull(self) -> None:
-        """Refuse the iterator, by raising."""
+        """Raise an error if the iterator must not be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What all runs of a pipeline share.
+    """The configuration and the services that all runs of a pipeline share.
 
     Attributes:
-        context: Makes the context of an iteration, of a batch and a number.
+        program: The compiled plan.
+        tasks: The tasks by name.
+        device: The device, or its twin on the CPU.
+        streams: The plan's streams, by their names in the plan.
+        host: The source of threads and counters.
+        shortcuts: The tasks whose cached outputs are replayed.
+        seeds: Seeds the random generators of tasks.
+        context: Makes the context of an iteration from a batch and a number.
         observers: Returns the observers that are active now.
-        mode: Returns what must stay the same while iterations are in flight; "" for nothing.
-        check: Begins a check of what the tasks of one run touch, given the number of its first
-            iteration; it may return None. None for no check.
+        mode: Returns a value that must not change while iterations are in flight, such as
+            ``model.training``; "" for none.
+        check: Begins a check of the memory that the tasks of one run touch, given the number of its
+            first iteration; it may return None. None for no check.
         pull_check: Begins a check of the iterator of one run; None for no check.
-        releases: Which attributes go where; None where all stay.
-        ends: The ends of the last iterations' device work, by ``end_slot``; kept from one run to
-            the next, so that short runs wait for the device as well. Empty without a launch limit.
+        releases: Which attributes are released after which task; None if all stay.
+        ends: Events at the ends of the last iterations' device work, by ``end_slot``; kept from one
+            run to the next, so that short runs wait for the device as well. Empty without a launch
+            limit.
     """
 
     program: Program
@@ -77,7 +86,9 @@ class Engine:
     ends: dict[int, Event] = field(default_factory=dict)
 
     def end_slot(self, iteration: int) -> int:
-        """Where the end of an iteration is kept, until ``<admit>`` has waited for it."""
+        """Return the key of an iteration's end in ``ends``, until ``<admit>`` has waited for it."""
+        # ``<admit>`` of iteration i waits for iteration i - depth - limit, whose slot iteration i
+        # then reuses. So an event is never overwritten before the wait for it.
         return iteration % (self.program.depth + (self.program.launch_limit or 0))
 
 
@@ -86,11 +97,12 @@ class InFlight:
     """One iteration in flight.
 
     Attributes:
-        state: The caller's torch settings when it was admitted; None where no worker needs them.
-        variables: The caller's context variables then; likewise.
-        source: Event after which other streams may read the batch; None where it is on the host.
-        held: Values that tasks removed from the context.
-        errors: What the iterator raised before it gave the batch.
+        ctx: The context, which carries the iteration's values.
+        state: The caller's torch settings at the admission; None if the plan has no worker threads.
+        variables: The caller's context variables at the admission; None likewise.
+        source: Event after which other streams may read the batch; None if it is on the host.
+        held: Values that tasks removed from the context, kept until the iteration retires.
+        errors: Errors that the iterator raised before the batch.
     """
 
     ctx: TypedContext
@@ -105,16 +117,17 @@ class InFlightIterations:
     """The iterations of one run that are in flight, and the events of their tasks.
 
     Attributes:
+        engine: The engine of the pipeline.
         first: The pipeline's number of the run's first iteration; lanes count from 0.
         total: How many iterations the run has; ``FOREVER`` until its data has ended.
-        depth: How many may be in flight.
+        depth: How many iterations may be in flight.
         ring: For how many iterations events are kept.
-        slots: The iterations, by number modulo depth; None where there is none.
-        check: Checks what the tasks touch; None for no check.
-        generators: Who may use the random number generators.
+        slots: The iterations in flight, by number modulo depth; None in a free slot.
+        check: The check of the memory that tasks touch; None for no check.
+        generators: The run's access to the random number generators.
         caller_stream: The stream that was current for the caller when the run began.
-        events: Name of a task to its events, by iteration modulo ring; of recorded tasks only.
-        waiting: Memory that was let go and waits for the device, by place and worker.
+        events: The events of each recorded task, by name and by iteration modulo ring.
+        waiting: Memory that was released and waits for the device, by place and worker.
     """
 
     def __init__(self, engine: Engine, first: int) -> None:
@@ -123,6 +136,8 @@ class InFlightIterations:
         self.total = FOREVER
         self.depth = engine.program.depth
         self.ring = engine.program.ring
+        # A slot and an event are reused without a lock: the program's waits keep iteration i +
+        # depth from its slot until iteration i is retired.
         self.slots: list[Any] = [None] * self.depth
         self.check = None if engine.check is None else engine.check(first)
         self.generators = GeneratorAccess(engine.seeds, engine.host.counter())
@@ -130,21 +145,22 @@ class InFlightIterations:
         self.events: dict[str, list[Event]] = {
             name: [engine.device.new_event() for _ in range(self.ring)]
             for name, ins in engine.program.instructions.items()
+            # The event of a batch is made by the admission, only for batches with device work.
             if ins.record and name not in SOURCES
         }
         self.waiting: dict[tuple[int, int], Any] = {}
 
     def stream_of(self, ins: Instruction) -> Stream:
-        """Return the stream that an instruction, one that has a stream, submits to."""
+        """Return the stream that an instruction with a stream submits its work to."""
         return self.caller_stream if ins.stream is None else self.engine.streams[ins.stream]
 
     @property
     def all_streams(self) -> tuple[Stream, ...]:
-        """All streams that tasks submit to."""
+        """All streams that tasks submit work to."""
         return (self.caller_stream, *self.engine.streams.values())
 
     def await_device(self, event: Event) -> None:
-        """Keep the host until the device has reached an event.
+        """Keep the host waiting until the device has reached an event.
 
         Raises:
             Cancelled: The run stops.
@@ -153,11 +169,13 @@ class InFlightIterations:
         while not event.query():
             if self.generators.cancelled:  # as all waits of a run that stops
                 raise Cancelled
+            # Polling, and not a blocking synchronisation: only so can ``stop`` end the wait. The
+            # pause doubles up to 0.5 ms.
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 500e-6)
 
     def hold_waiting(self) -> None:
-        """Hold what waits for the device, and wait no more."""
+        """Hold the memory that waits for the device on all streams, and wait no longer."""
         for memory in self.waiting.values():
             memory.hold()
 
@@ -167,7 +185,7 @@ class InFlightIterations:
 
 
 class PushedBatches:
-    """The iterator over the batches given to ``SWPipeline.push``, one at a time."""
+    """An iterator over the batches given to ``SWPipeline.push``, one at a time."""
 
     batches: tuple[Any, ...] = ()
 
@@ -180,7 +198,7 @@ class PushedBatches:
 
 
 def make_streams(plan: PipelinePlan, device: Device) -> dict[Any, Stream]:
-    """The streams that the plan's tasks use, by their names in the plan."""
+    """Return the streams that the plan's tasks use, by their names in the plan."""
     return {
         ref: device.new_stream(
             ref if isinstance(ref, torch.Stream) else plan.streams.get(str(ref), StreamSpec())
@@ -190,15 +208,18 @@ def make_streams(plan: PipelinePlan, device: Device) -> dict[Any, Stream]:
 
 
 def reset_states(tasks: Iterable[PipelineTask], failure: BaseException | None) -> None:
-    """Call every ``DeclaredIO.reset``, all of them, whatever one raises.
+    """Call every ``DeclaredIO.reset``, even if one of them raises.
 
     Args:
-        tasks: Whose iterations are dropped.
-        failure: What dropped them, which gets a note of what a reset raises.
+        tasks: The tasks whose iterations are dropped.
+        failure: The reason for the drop, which gets a note of each error of a reset; None if there
+            is no failure.
 
     Raises:
-        Exception: What the first reset to fail raised, where there is no failure to note it on.
+        Exception: The error of the first reset that failed, if ``failure`` is None.
     """
+    # Go on after an error: each task has to forget its iterations, or the next run would mix them
+    # with its own. The first error is raised at the end.
     first: Exception | None = None
     for task in tasks:
         for index, io in enumerate(task.io):

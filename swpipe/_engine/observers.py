@@ -1,4 +1,4 @@
-"""Who is told of each task that runs: user observers, NVTX tools, the torch profiler."""
+"""Observers of each task that runs: the user's, NVTX tools, and the torch profiler."""
 
 from __future__ import annotations
 
@@ -17,32 +17,31 @@ from swpipe.device import Device
 
 @runtime_checkable
 class Observer(Protocol):
-    """Called around every task, on the thread that runs it. Subclass it, and override what you use.
+    """A base class for objects that are called around every task, on the task's thread.
 
-    The instruction says which task it is: ``ins.task``; or "<admit>", "<pull>" and "<retire>", in
-    which the pipeline waits until there is room for an iteration, pulls a batch, and hands out a
-    context.
+    Override the methods that you use. ``ins.task`` is the name of the task, or "<admit>", "<pull>"
+    or "<retire>": in these the pipeline waits until there is room for an iteration, pulls a batch,
+    and hands out a context. ``iteration`` counts from 0 over all runs of the pipeline.
     """
 
     def arrive(self, ins: Instruction, iteration: int) -> None:
-        """The thread has come to the task, and may have to wait for others."""
+        """Handle the arrival of the thread at the task, before it waits for other threads."""
         return
 
     def start(self, ins: Instruction, iteration: int) -> None:
-        """The task starts; its stream is current."""
+        """Handle the start of the task. Its stream is current."""
         return
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
-        """The task has returned or raised; its stream is still current.
+        """Handle the end of the task, which has returned or raised. Its stream is still current.
 
-        ``exists`` is False where "<pull>" found that the data had ended: there is no such
-        iteration.
+        ``exists`` is False if "<pull>" found the end of the data: the iteration does not exist.
         """
         return
 
 
 class NvtxRanges(Observer):
-    """A range per task in an ``nvtx`` domain, with the iteration as its payload."""
+    """An observer that opens a range per task in an NVTX domain; the iteration is its payload."""
 
     def __init__(self, domain: Any) -> None:
         self._domain = domain
@@ -56,11 +55,12 @@ class NvtxRanges(Observer):
 
 
 class ProfilerRanges(Observer):
-    """A ``record_function`` per task: about 10 us each, so only while a torch profiler is on.
+    """An observer that opens a ``record_function`` range per task, while a torch profiler is on.
 
-    Its name is the task's, so that ``key_averages()`` has a row per task.
+    A range costs about 10 us. It has the name of the task, so that ``key_averages()`` has a row per
+    task.
 
-    A profiler sees the thread that started it, and the threads of other groups only where it
+    A profiler sees the thread that started it. It sees the threads of other groups only if it
     profiles all threads.
     """
 
@@ -69,6 +69,7 @@ class ProfilerRanges(Observer):
 
     def start(self, ins: Instruction, iteration: int) -> None:
         block = profiler.record_function(ins.task)
+        # ``start`` and ``stop`` are two calls, so the block cannot be a ``with`` statement.
         block.__enter__()  # type: ignore[no-untyped-call]
         self._open.append(block)
 
@@ -77,7 +78,7 @@ class ProfilerRanges(Observer):
 
     @property
     def _open(self) -> list[profiler.record_function]:
-        """This thread's ranges, the innermost last: a task may run a pipeline of its own."""
+        """This thread's open ranges, the innermost last; a task may itself run a pipeline."""
         if not hasattr(self._local, "open"):
             self._local.open = []
         return self._local.open  # type: ignore[no-any-return]
@@ -88,7 +89,7 @@ _profiler_ranges = ProfilerRanges()
 
 @cache
 def nvtx_ranges() -> NvtxRanges | None:
-    """Ranges in the NVTX domain "swpipe"; None where no tool is attached that shows them.
+    """Return ranges in the NVTX domain "swpipe", or None if no tool is attached that shows them.
 
     The package has no wheels for some systems; without it there are no ranges.
     """
@@ -96,15 +97,16 @@ def nvtx_ranges() -> NvtxRanges | None:
         import nvtx
     except ImportError:
         return None
+    # Without a tool, ``nvtx`` returns a dummy domain of another class, whose calls would cost time.
     domain = nvtx.get_domain("swpipe")
     return NvtxRanges(domain) if isinstance(domain, nvtx.Domain) else None
 
 
 class Observers:
-    """The observers of one pipeline; call it for those that are active now.
+    """The observers of one pipeline; calling it returns those that are active now.
 
     Attributes:
-        everywhere: Those of all pipelines of the process, for tools.
+        everywhere: The observers of all pipelines of the process, for tools.
     """
 
     everywhere: tuple[Observer, ...] = ()
@@ -115,18 +117,25 @@ class Observers:
         self._lock = threading.Lock()
 
     def __call__(self) -> tuple[Observer, ...]:
-        """Usually an empty tuple. Those added come last, so that they do not time the others."""
+        """Return the active observers.
+
+        The added ones come last, so that they do not time the tools.
+        """
         nvtx = nvtx_ranges() if self._has_nvtx else None
+        # ``torch.autograd.profiler._is_profiler_enabled`` (private, torch 2.13) is a flag of the
+        # module: to read it costs nothing at every task.
         if nvtx is None and not profiler._is_profiler_enabled:
             return self._added + self.everywhere
         tools = (nvtx, _profiler_ranges if profiler._is_profiler_enabled else None)
+        # Observers that are stopped last are started first: the tools' ranges enclose the added
+        # observers.
         return (*(tool for tool in tools if tool is not None), *self._added, *self.everywhere)
 
     def adding(self, observer: Observer) -> AbstractContextManager[None]:
         """Add an observer within the block.
 
         Raises:
-            TypeError: It is no ``Observer``.
+            TypeError: ``observer`` is not an object of a subclass of ``Observer``.
         """
         if isinstance(observer, type) or not isinstance(observer, Observer):
             raise TypeError(f"{shown(observer)} is no Observer: give an object of a subclass")
@@ -140,13 +149,15 @@ class Observers:
             yield
         finally:
             with self._lock:
+                # Compare by identity: an observer may define ``__eq__``.
                 index = next(i for i, one in enumerate(self._added) if one is observer)
+                # A new tuple: other threads may be iterating over the old one, without the lock.
                 self._added = self._added[:index] + self._added[index + 1 :]
 
 
 @contextmanager
 def observing(observers: Sequence[Observer], ins: Instruction, iteration: int) -> Iterator[None]:
-    """Tell the observers of a task that runs within the block, outside any lane."""
+    """Call the observers around a task that runs within the block, outside any lane."""
     for observer in observers:
         observer.arrive(ins, iteration)
         observer.start(ins, iteration)

@@ -1,12 +1,12 @@
-"""What becomes of runs when the interpreter exits, and in a forked child.
+"""The end of runs when the interpreter exits, and in a forked child.
 
     exit    stop all runs --> join, EXIT_GRACE_S --> raise Cancelled in what still runs --> join
-            --> name on standard error what is left
+            --> name the tasks that still run on standard error
     fork    the child has none of the threads: its runs count as ended, and nothing is waited for
 
 A thread that returns from torch into an interpreter that no longer exists aborts the process. So
-what still runs Python is ended before that; what is inside one long call gets no further. The
-script's exit code stays its own.
+threads that run Python are ended before the interpreter is; a thread inside one long call stops
+when the call returns. The exit code of the script does not change.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from swpipe._distributed.rank_checks import rank_prefix
 from swpipe.errors import write_error
 
 EXIT_GRACE_S = 5.0
-"""How long the interpreter waits, in all, for tasks that still run when it exits."""
+"""The time in seconds, in all, that the interpreter waits at its exit for running tasks."""
 
-_UNWIND_S = 1.0  # for a task that an exception was raised in
+# The time in seconds for a task to end after an exception was raised in it.
+_UNWIND_S = 1.0
 
 
-_runs: dict[int, Any] = {}  # of class ``Run``, which is above this module
-# Not a WeakSet: an exception that a signal raises in the callback of a weak reference is lost.
+# Objects of class ``Run``, whose module imports this one. It is not a WeakSet: an exception that a
+# signal raises in the callback of a weak reference is lost.
+_runs: dict[int, Any] = {}
 
 
 def add_run(run: Any) -> None:
-    """Account for a run that starts."""
+    """Register a run that starts."""
     for other in list(_runs.values()):
         remove_run(other)
     _runs[id(run)] = run
 
 
 def remove_run(run: Any) -> None:
-    """Forget a run that has ended, unless a task of it has not returned."""
+    """Remove a run that has ended, unless one of its tasks has not returned."""
     if run.ended and not run.left_inside():
         _runs.pop(id(run), None)
 
 
 def end_all() -> None:
-    """End what nobody closed, and wait for tasks that a failed run left running."""
+    """End the runs that were not closed, and wait for tasks that a failed run left running."""
     alive = list(_runs.values())
     for run in alive:
         run.stop()
-    # What stalled has had its time, and other ranks may be waiting for this process to end.
+    # A stalled run has had its time, and other ranks may be waiting for this process to end.
     _join([run for run in alive if run.stalled is None], EXIT_GRACE_S)
     for run in alive:
         run.cut_short()
@@ -61,15 +63,16 @@ def end_all() -> None:
 
 
 def _let_threads_sleep() -> None:
-    """Have C++ threads sleep that would abort the process.
+    """Make C++ threads sleep that would otherwise abort the process.
 
-    An interpreter that shuts down ends each thread that comes back to it. Where that is inside a
-    destructor, C++ calls ``std::terminate``. Python 3.14 lets such threads sleep.
+    An interpreter that shuts down ends each thread that returns to it. If the thread is inside a
+    destructor then, C++ calls ``std::terminate``. Python 3.14 lets these threads sleep.
     """
     try:
         set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
         set_terminate(ctypes.CDLL(None).pause)
-    except (OSError, AttributeError):  # another system's C++
+    except (OSError, AttributeError):
+        # Another C++ library than libstdc++.
         return
 
 
@@ -80,7 +83,7 @@ def _join(alive: list[Any], grace_s: float) -> None:
 
 
 def forget_all() -> None:
-    """In a child process, end all runs without their threads."""
+    """Mark all runs as ended in a forked child, which has none of their threads."""
     for run in list(_runs.values()):
         run.forget_in_fork()
     _runs.clear()

@@ -1,10 +1,11 @@
-"""The compiler: from a plan to a list of instructions for each thread group.
+"""The compiler, which turns a plan into a list of instructions for each thread group.
 
 A *lane* is one thread group's instructions, run once per period. Two instructions are swpipe's own
 and frame the default lane: ``<admit>`` begins an iteration, when the device is not too far behind,
 and pulls its batch; ``<retire>`` comes after all other tasks of an iteration and hands its context
-out. Where the plan has a group that pulls, ``<pull>`` does so there, after ``<admit>``: also while
-the caller is between two calls. So everything that orders anything is a dependence with a distance:
+out. If the plan names a group that pulls, ``<pull>`` takes the batch in that group, after
+``<admit>``, also while the caller is between two calls. Every order is thus a dependence with a
+distance:
 
 - what the plan declares;
 - every task comes after ``<admit>`` and ``<pull>`` of its iteration, and ``<retire>`` after every
@@ -14,32 +15,34 @@ the caller is between two calls. So everything that orders anything is a depende
 
 Without streams, or with ``<pull>``, ``<admit>`` comes first: worker lanes wait for it.
 With streams it comes right before the first task of the new iteration, so that the device has work
-while a batch is pulled. It waits there until the device has done the iteration
-``depth + launch_limit`` before. With a limit of 1 or more the work of a whole period is launched
-then, wherever in the period ``<admit>`` stands. No other instruction waits for the device.
+while a batch is pulled. It waits there until the device has finished the iteration
+``depth + launch_limit`` before. With a limit of 1 or more the work of a whole period has been
+launched by then, wherever in the period ``<admit>`` stands. No other instruction waits for the
+device.
 
-A plan may say that nothing runs between two calls (``within_calls``). In each period worker lanes
+A plan may forbid that tasks run between two calls (``within_calls``). In each period worker lanes
 then begin after the head of the caller's lane, and ``<retire>`` comes after their last tasks. The
-head is ``<admit>`` or, where that does not come first, ``<begin>``, which does nothing.
+head is ``<admit>`` or, if that does not come first, ``<begin>``, which does nothing.
 
-A group may have several *workers*, threads that take turns: what its lane does in a period, the
-worker does whose turn the period is, and no other. So a lane's order binds periods that are a
-multiple of the number of workers apart, and what must keep order nearer by takes waits between
-workers: a declared dependence, global order, a stream's.
+A group may have several *workers*, threads that take turns: each period of its lane is run by one
+worker. The lane's order therefore binds only periods that are a multiple of the number of workers
+apart. Orders between nearer periods (a declared dependence, global order, a stream's order) need
+waits between workers.
 
 Stages are shifted: ``<admit>`` has stage 0 and ``<retire>`` stage depth - 1. If a plan's depth is
-more than its last stage + 1, its tasks move back, and worker lanes may run that far ahead.
+more than its last stage + 1, its tasks move to later stages by the difference, and worker lanes may
+run that many periods ahead.
 
 **Two kinds of wait.** A *host wait* keeps a lane until another lane has passed an instruction, for
 edges that cross lanes. An *event wait* makes a stream wait for work on another stream, for edges
-that cross streams and are not ``host_only``. An edge that others imply is dropped, in each kind on
-its own:
+that cross streams and are not ``host_only``. An edge that other edges imply is dropped, for each
+kind separately:
 
 - Host waits are a graph over (period, position): a path of no greater lag implies a wait, if one of
-  its ends is in order with itself, period by period: not in a group of several workers. Lanes do
-  their host waits even for iterations that do not exist: prologue and epilogue are no special case.
-- A task of the host alone (``HOST``) is on no stream. What its consumers' streams wait for is the
-  work that it comes after itself: event waits lead through it, and it has no event.
+  its ends runs in period order, that is, is not in a group of several workers. Lanes do their host
+  waits even for iterations that do not exist: prologue and epilogue are no special case.
+- A task of the host alone (``HOST``) is on no stream and has no event. The streams of its consumers
+  wait for the device work of its producers: event waits lead through it.
 - Event waits are a graph over iterations: a path of no greater distance through event waits and
   stream order implies a wait. Its distances are >= 0, so that an iteration on it exists whenever
   those at its ends do. Edges of negative distance are neither dropped nor used to drop others.
@@ -70,16 +73,17 @@ ADMIT = "<admit>"
 BEGIN = "<begin>"
 RETIRE = "<retire>"
 OWN = (ADMIT, BEGIN, PULL, RETIRE)
-"""The instructions that swpipe adds."""
+"""The instructions that swpipe adds to those of the plan's tasks."""
 
 SOURCES = (ADMIT, PULL)
-"""Where batches come from: they record an event for some batches only."""
+"""The instructions that pull batches; they record an event only for batches with device work."""
 
 
 class HostWait(NamedTuple):
-    """Keep this lane until ``lane`` has passed ``position`` in the period ``lag`` before.
+    """A wait until ``lane`` has passed ``position`` in the period ``lag`` before.
 
-    That lane may be this one, where it has workers: it was another one's turn then.
+    ``lane`` may be the waiting lane itself, if the lane has several workers: the earlier period was
+    another worker's turn.
     """
 
     lane: int
@@ -89,7 +93,7 @@ class HostWait(NamedTuple):
 
 
 class EventWait(NamedTuple):
-    """Make this task's stream wait for ``producer``'s work on the iteration ``distance`` before."""
+    """A stream's wait for ``producer``'s device work on the iteration ``distance`` before."""
 
     producer: str
     distance: int
@@ -97,18 +101,20 @@ class EventWait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One task's turn in its lane.
+    """A task's place in its lane, with everything that it waits for.
 
     Attributes:
-        task: Its name; ``<admit>``, ``<pull>`` and ``<retire>`` are swpipe's own.
-        stage: Shifted stage: in period p it works on iteration p - stage; from 0.
-        stream: As in the plan, ``HOST`` included; None where the device has no streams.
-        host_waits: To be done before it, in every period.
-        event_waits: To be done on its stream, where the iteration concerned exists.
-        record: Some other stream will wait for it: record its event.
-        publish: Some other lane, or the caller, may wait for it: publish the lane's progress right
-            after it.
-        on_host: It is a task of the host alone, on a device with streams.
+        task: The task's name; those in ``OWN`` are swpipe's own.
+        stage: The shifted stage, from 0: in period p the task works on iteration p - stage.
+        lane: The lane's index in the program.
+        position: The index in the lane's instructions.
+        stream: The stream as in the plan, ``HOST`` included; None if the device has no streams.
+        host_waits: Waits of the lane before the task, in every period.
+        event_waits: Waits of the task's stream, for iterations that exist.
+        record: Whether to record the task's event, because another stream waits for it.
+        publish: Whether to publish the lane's progress right after the task, because another lane
+            or the caller may wait for it.
+        on_host: Whether it is a task of the host alone, on a device with streams.
     """
 
     task: str
@@ -127,7 +133,7 @@ class Instruction:
 class Lane:
     """One thread group: its name and its instructions, in the order in which it runs them.
 
-    ``workers`` threads take turns, period by period.
+    The ``workers`` threads of the group take turns, period by period.
     """
 
     group: str
@@ -135,12 +141,12 @@ class Lane:
     workers: int = 1
 
     def turn(self, period: int) -> int:
-        """Whose turn a period is: iteration i of the run is that of worker i modulo ``workers``."""
+        """Return the worker whose turn a period is: iteration i belongs to worker i % workers."""
         return (period - self.instructions[0].stage) % self.workers
 
     @property
     def threads(self) -> tuple[str, ...]:
-        """The name of each worker; of one alone it is that of the group."""
+        """The name of each worker thread; a single worker has the name of its group."""
         if self.workers == 1:
             return (self.group,)
         return tuple(f"{self.group} {number}" for number in range(self.workers))
@@ -153,10 +159,10 @@ class Program:
     Attributes:
         lanes: The default lane first, then worker lanes in the order of the schedule.
         depth: How many iterations may be in flight.
-        ring: How many iterations' events are held: depth + the largest distance.
-        order: All instructions in period order.
-        launch_limit: How many iterations beyond ``depth`` the host may launch that the device has
-            not done; None for no limit.
+        ring: For how many iterations events are kept: depth + the largest distance.
+        order: The names of all instructions in period order.
+        launch_limit: How many iterations beyond ``depth`` the host may launch before the device has
+            finished them; None for no limit.
         resolved: The plan that was compiled.
         streams: Whether it was compiled for a device with streams.
     """
@@ -176,22 +182,27 @@ class Program:
 
     @property
     def instructions(self) -> dict[str, Instruction]:
-        """Task name to its instruction."""
+        """The instruction of each task, by name."""
         return {ins.task: ins for lane in self.lanes for ins in lane.instructions}
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What the waits are derived from, by the place of an instruction in the period.
+    """The input of the wait computation, indexed by an instruction's place in the period.
 
     Attributes:
-        queue: Place to the number of its stream; 0 for None, -1 for ``HOST``.
+        order: Instruction names in period order.
+        stage: The shifted stage at each place.
+        lane: The lane at each place.
+        stream: The plan's stream at each place.
+        queue: The number of the stream at each place; 0 for None, -1 for ``HOST``.
         ordered: The places of globally ordered tasks.
-        deps: What is declared, admission and retirement; weights are distances.
-        host_only: Those of them that no stream waits for.
-        groups: Lane to its name.
-        workers: Lane to the number of its threads.
-        within_call: What keeps lanes within the caller's calls, in each period; weights are lags.
+        deps: Declared dependences, and those of admission and retirement; weights are distances.
+        host_only: The dependences among ``deps`` that no stream waits for.
+        groups: The name of each lane.
+        workers: The number of threads of each lane.
+        within_call: Edges that keep lanes within the caller's calls, in each period; weights are
+            lags.
     """
 
     order: tuple[str, ...]
@@ -208,7 +219,7 @@ class _Layout:
 
     @property
     def members(self) -> list[list[int]]:
-        """Lane to the places of its instructions."""
+        """The places of the instructions of each lane."""
         members: list[list[int]] = [[] for _ in self.groups]
         for place, lane in enumerate(self.lane):
             members[lane].append(place)
@@ -216,12 +227,12 @@ class _Layout:
 
 
 def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = False) -> Program:
-    """Compile a plan.
+    """Compile a plan into a program.
 
     Args:
         resolved: The plan, validated (``swpipe.analysis.validation``).
-        streams: Whether the device has streams; where not, those of the plan mean nothing.
-        record_all: Record every task's event, needed or not (for hunting trouble).
+        streams: Whether the device has streams; if not, the plan's streams are ignored.
+        record_all: Record every task's event, even if nothing waits for it (for debugging).
     """
     plan = resolved.plan
     depth = resolved.plan.depth
@@ -230,6 +241,8 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
     members = layout.members
     waits = _host_waits(layout)
     events = _event_waits(layout) if streams else [[]] * len(order)
+    # An instruction records an event, or publishes its progress, only if a reduced edge begins
+    # there: every event and every publication costs host time in each period.
     recorded = {hop.producer for hops in events for hop in hops}
     published = {hop.producer for hops in waits for hop in hops}
     position = {place: k for places in members for k, place in enumerate(places)}
@@ -253,7 +266,8 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
                 and layout.queue[place] >= 0
                 and (name == RETIRE or name not in OWN)
             ),
-            # Where one of several workers fails, it is known which of them are past that iteration.
+            # Every worker publishes its last instruction, so that a worker that fails can wait
+            # until the others have passed the earlier iterations.
             publish=place in published
             or name == PULL
             or (
@@ -268,7 +282,8 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
             for group, places, workers in zip(layout.groups, members, layout.workers, strict=True)
         ),
         depth=depth,
-        # Events are waited for over declared distances, and over sums of them through the host.
+        # Streams wait over declared distances, and over sums of distances through tasks of the
+        # host.
         ring=depth + max([hop.weight for hops in (layout.deps, *events) for hop in hops]),
         order=order,
         launch_limit=plan.launch_limit if streams else None,
@@ -281,6 +296,8 @@ def _layout(resolved: ResolvedPlan, depth: int, streams: bool) -> _Layout:
     plan = resolved.plan
     tasks = resolved.period_order
     last = plan.max_stage
+    # A depth beyond the last stage + 1 moves all tasks to later stages: then batches are pulled
+    # ``ahead`` periods before the first task needs them.
     ahead = depth - 1 - last
     order = _order(plan, tasks, ahead, streams)
     sources = [name for name in SOURCES if name in order]
@@ -293,7 +310,7 @@ def _layout(resolved: ResolvedPlan, depth: int, streams: bool) -> _Layout:
     groups = plan.thread_groups
     lanes = {group: lane for lane, group in enumerate(groups)}
     workers_of = {entry.thread_group: entry.workers for entry in entries}
-    # A torch.Stream takes whatever it is compared with for a stream: None is not among the keys.
+    # ``torch.Stream.__eq__`` assumes that its argument is a stream, so None is not among the keys.
     queues: dict[StreamRef, int] = {HOST: -1}
     named = [entry.stream if streams else None for entry in entries]
     lane = [lanes[entry.thread_group] for entry in entries]
@@ -330,9 +347,11 @@ def _layout(resolved: ResolvedPlan, depth: int, streams: bool) -> _Layout:
 
 
 def _order(plan: PipelinePlan, tasks: Sequence[str], ahead: int, streams: bool) -> tuple[str, ...]:
-    """The tasks of a period with swpipe's own instructions among them."""
+    """Return the names of a period's instructions, swpipe's own included, in period order."""
     admit = 0
     if streams and plan.pull_group is None:
+        # Pull right before the first task of the new iteration: the tasks before it give the device
+        # work for the time of the pull.
         new = (k for k, name in enumerate(tasks) if plan.schedule[name].stage + ahead == 0)
         admit = next(new, len(tasks))
     head = (BEGIN,) if plan.within_calls and admit else ()
@@ -344,7 +363,7 @@ def _order(plan: PipelinePlan, tasks: Sequence[str], ahead: int, streams: bool) 
 
 
 def _host_waits(layout: _Layout) -> list[list[Hop]]:
-    """Place to the host waits there, none implied by others; weights are lags."""
+    """Return the host waits at each place, without implied ones; weights are lags."""
     stage = layout.stage
     lane = layout.lane
     workers = layout.workers
@@ -352,7 +371,8 @@ def _host_waits(layout: _Layout) -> list[list[Hop]]:
     hops += layout.within_call
     for chain in (layout.ordered, *_by_stream(layout)):
         hops += _ring(chain)
-    # From one thread to another; so many periods apart a lane has the same worker.
+    # Only edges between two threads need a wait. Within a lane, two periods have the same worker if
+    # they are a multiple of the number of workers apart.
     crossing = [
         hop
         for hop in hops
@@ -365,7 +385,7 @@ def _host_waits(layout: _Layout) -> list[list[Hop]]:
 
 
 def _by_stream(layout: _Layout) -> Iterable[list[int]]:
-    """The places of each named stream's tasks."""
+    """Return the places of each named stream's tasks, in period order."""
     chains: dict[int, list[int]] = defaultdict(list)
     for place, queue in enumerate(layout.queue):
         if queue > 0:
@@ -374,7 +394,7 @@ def _by_stream(layout: _Layout) -> Iterable[list[int]]:
 
 
 def _ring(chain: Sequence[int], again: int = 1) -> list[Hop]:
-    """A chain within a period, closed from its last task to its first, ``again`` periods later."""
+    """Return a chain's edges, and one from its end to its start, ``again`` periods later."""
     if not chain:
         return []
     hops = [Hop(a, b, 0) for a, b in pairwise(chain)]
@@ -385,7 +405,7 @@ def _ring(chain: Sequence[int], again: int = 1) -> list[Hop]:
 
 
 def _event_waits(layout: _Layout) -> list[list[Hop]]:
-    """Place to the event waits there, none implied by others; weights are distances."""
+    """Return the event waits at each place, without implied ones; weights are distances."""
     stage = layout.stage
     queue = layout.queue
     crossing: list[Hop] = []
@@ -394,20 +414,21 @@ def _event_waits(layout: _Layout) -> list[list[Hop]]:
         (fixed if queue[hop.producer] == queue[hop.consumer] else crossing).append(hop)
     for chain, again in _fifo_chains(layout):
         for a, b, lag in _ring(chain, again):
-            # The later task on iteration i runs after the sooner one on i - distance; where that
-            # lies in the future, a weaker truth will do: stream order holds between iterations.
+            # Task b on iteration i runs after task a on iteration i - distance. A negative distance
+            # would name a later iteration; the weaker order with distance 0 holds too and is used
+            # instead.
             fixed.append(Hop(a, b, max(0, lag + stage[a] - stage[b])))
     order = sorted(range(len(stage)), key=lambda k: (stage[k], k))
-    # Two tasks of one group of several workers are on one stream, where no edge crosses: so no
-    # place has to be named whose iterations are out of order.
+    # Tasks of one group of several workers share a stream, and no crossing edge joins two of them.
+    # So no place has to be passed as ``several``.
     return reduce_edges(crossing, fixed, order)
 
 
 def _through_the_host(layout: _Layout) -> list[Hop]:
-    """Return the dependences between tasks with a stream, also those through tasks without one.
+    """Return the dependences between tasks with a stream, also paths through tasks without one.
 
-    Of paths between two tasks the shortest is enough: of the streams at their ends, one is in order
-    with itself, so that waiting for an iteration is waiting for those before it.
+    Of several paths between two tasks only the shortest is kept: one of the two streams runs its
+    iterations in order, so that waiting for an iteration is waiting for those before it.
     """
     hops = [hop for hop in layout.deps if hop not in layout.host_only]
     for place in [place for place, queue in enumerate(layout.queue) if queue < 0]:
@@ -416,13 +437,14 @@ def _through_the_host(layout: _Layout) -> list[Hop]:
         hops = [hop for hop in hops if place not in hop[:2]]
         shortest: dict[tuple[int, int, int], Hop] = {}
         for before, after in product(into, out):
-            # ``<admit>`` and ``<retire>`` have an edge of their own with every task.
+            # ``<admit>`` and ``<retire>`` have a direct edge with every task already.
             if (
                 layout.order[before.producer] not in SOURCES
                 and layout.order[after.consumer] != RETIRE
             ):
                 hop = Hop(before.producer, after.consumer, before.weight + after.weight)
-                # An iteration that may not exist stands for no other one.
+                # Iterations at negative distances may not exist, so each negative distance keeps
+                # its own edge.
                 key = (hop.producer, hop.consumer, min(hop.weight, 0))
                 shortest[key] = min(hop, shortest.get(key, hop))
         hops += shortest.values()
@@ -430,14 +452,15 @@ def _through_the_host(layout: _Layout) -> list[Hop]:
 
 
 def _fifo_chains(layout: _Layout) -> Iterable[tuple[list[int], int]]:
-    """Tasks whose device work is known to be queued in period order on one stream.
+    """Yield chains of tasks whose device work is queued on one stream in period order.
 
-    Tasks that name a stream are submitted in that order. Those on the caller's stream are only
-    where one thread submits them: of one of several workers, every so many periods.
+    Tasks that name a stream are submitted in that order. Tasks on the caller's stream are so only
+    if one thread submits them; with several workers, only every ``workers`` periods.
     """
     chains: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place, (queue, lane) in enumerate(zip(layout.queue, layout.lane, strict=True)):
-        # A batch's event is recorded for some batches only: nothing leads through it.
+        # A batch's event is recorded only for batches with device work: no path may lead through
+        # it.
         if queue >= 0 and layout.order[place] not in SOURCES:
             chains[(queue, 0 if queue else lane)].append(place)
     for (queue, lane), chain in chains.items():

@@ -1,4 +1,4 @@
-"""A program as text: two lines about all of it, then a line per lane.
+"""The text form of a program: two lines about all of it, then a line per lane.
 
     depth 3, ring 4, launch limit 1
     order: <admit>, copy, read, forward, <retire>
@@ -6,9 +6,9 @@
     io: copy@1 [memcpy] record publish -> wait(default.<admit>) -> read@0
 
 ``name@stage`` is an instruction, with its stream in brackets; ``record`` and ``publish`` stand
-after it. What it waits for stands before it: ``wait`` keeps the lane until another lane has passed
-an instruction, ``event`` makes the stream wait for a task's device work. ``lag`` counts periods
-back, ``distance`` iterations; both are 0 where left out. Names other than words are quoted.
+after it. Its waits stand before it: ``wait`` keeps the lane until another lane has passed an
+instruction, ``event`` makes the stream wait for a task's device work. ``lag`` counts periods back,
+``distance`` iterations; both are 0 if left out. Names that are not plain words are quoted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swpipe._engine.program import Instruction, Program
 
 
 def format_program(program: Program) -> str:
-    """A program as text."""
+    """Return a program as text."""
     groups = [lane.group for lane in program.lanes]
     limit = program.launch_limit
     lines = [
@@ -38,7 +38,7 @@ def format_program(program: Program) -> str:
 
 
 def _items(ins: Instruction, groups: list[str]) -> list[str]:
-    """An instruction, after what it waits for."""
+    """Return the texts of an instruction's waits, followed by that of the instruction."""
     items = []
     for producer, wait in ((_quoted(wait.producer), wait) for wait in ins.host_waits):
         lag = f", lag {wait.lag}" if wait.lag else ""

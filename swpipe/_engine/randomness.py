@@ -1,12 +1,12 @@
-"""The same random numbers under every plan, and whatever other pipelines do.
+"""Random numbers that depend neither on the plan nor on other pipelines.
 
 All threads of a process share torch's default generators, so what two tasks draw at the same time
 depends on timing. A task with ``random=True`` therefore has exclusive access to the generators
 while it runs. They are seeded from (pipeline's seed, task, iteration), and restored afterwards, so
-that what is drawn outside the pipeline (a data loader's shuffling) does not depend on the plan
-either.
+that draws outside the pipeline (a data loader's shuffling) do not depend on the plan either.
 
-Access is the process's: first come, first served. Within one run the order is that of the requests.
+Access is exclusive in the whole process: first come, first served. Within one run, access is given
+in the order of the requests.
 
     pipeline A, lane io         requests == task ==|
                 default lane              requests ..== pulls a batch ==|
@@ -21,25 +21,25 @@ access: the inner pipeline's tasks may need it, on whatever thread they run.
     the generators   outer's    the process's                      outer's
 
 Guarantees
-    - Access is given to one at a time in the process. While nobody has access, the generators have
+    - One block at a time in the process has access. While no block has access, the generators have
       the process's own states.
-    - The draws of a task do not depend on what runs while it lends its access: it gets its own
-      states back. A batch that is pulled meanwhile, on the same thread, is drawn from them too, as
-      if the iterator were called directly.
-    - A run that ends gives back what it holds. A task that is still running then neither delays
-      anyone nor changes the generators when it returns: they were restored on its behalf.
-    - Whoever waits for access wakes when his run is cancelled. ``cancel`` takes no lock: a signal
-      handler may call it, whatever it interrupted.
+    - The draws of a task do not depend on what runs while it lends its access: its own states are
+      restored afterwards. A batch that is pulled meanwhile on the same thread draws from these
+      states too, as if the iterator were called directly.
+    - A run that ends gives back its access. A task that is still running then neither delays other
+      runs nor changes the generators when it returns: they were restored on its behalf.
+    - A thread that waits for access wakes when its run is cancelled. ``cancel`` takes no lock: a
+      signal handler may call it, whatever it interrupted.
     - States are saved before the generators are seeded, and access is recorded by the operation
-      that takes it. So an exception may arrive at any place (Ctrl-C): what it cuts short is given
-      back by the run's ``end``, or else by those who wait: every ``WAKE_S`` they look whether the
-      block that has access is still being executed.
+      that takes it. So an exception may arrive at any place (Ctrl-C): the access of an interrupted
+      block is given back by the run's ``end``, or else by a waiting thread, which checks every
+      ``WAKE_S`` whether the block that has access is still being executed.
 
 Assumptions
-    - Every task that uses the default generators has ``random=True``; while iterations are in
-      flight, nobody else uses them. The user's iterator may: a batch is pulled with exclusive
-      access too. (With another pipeline in another thread, what such an iterator gets depends on
-      timing, as it does for any two threads.)
+    - Every task that uses the default generators has ``random=True``. While iterations are in
+      flight, no other code uses them except the user's iterator: a batch is pulled with exclusive
+      access too. (With another pipeline in another thread, the draws of such an iterator depend on
+      timing, as they do for any two threads.)
     - A task or an iterator that has access does not wait for another thread that needs it.
     - A task that outlives its run draws no more random numbers.
     - Each operation of a dictionary is atomic, with and without the interpreter lock.
@@ -65,10 +65,10 @@ from swpipe.device import Device, GeneratorStates
 
 
 class TaskSeeds:
-    """Seeds the default generators for tasks with ``random=True``; all seeds derive from one.
+    """The seeds of tasks with ``random=True``, all derived from one seed.
 
     Raises:
-        TypeError: ``seed`` is no integer.
+        TypeError: ``seed`` is not an integer.
     """
 
     def __init__(self, seed: int | None, device: Device) -> None:
@@ -79,71 +79,79 @@ class TaskSeeds:
         self.device = device
 
     def begin(self, task: str, iteration: int) -> None:
-        """Seed the generators for this task and iteration."""
+        """Seed the default generators for this task and iteration."""
         key = hashlib.sha256(f"{self.seed}/{task}/{iteration}".encode()).digest()
         self.device.seed_generators(int.from_bytes(key[:7], "little"))
 
     def seeded(self, task: str, iteration: int) -> AbstractContextManager[None]:
-        """Exclusive access within the block, outside any run."""
+        """Return a block with exclusive access and seeded generators, outside any run."""
         return GeneratorAccess(self, ProgressCounter()).seeded(task, iteration)
 
 
 class GeneratorAccess:
-    """Access to the default generators for one run.
+    """One run's access to the default generators.
 
-    ``counter`` counts the accesses that have ended: it gives the requests their order.
+    ``counter`` counts the accesses that have ended. A request waits until the count reaches its
+    number, which gives the requests their order.
     """
 
     def __init__(self, seeds: TaskSeeds, counter: ProgressCounter) -> None:
         self.seeds = seeds
         self.counter = counter
-        # Guards the states of whoever has access. Reentrant, for the sake of signal handlers.
+        # Guards the saved states of the generators. Reentrant, because a signal handler may
+        # interrupt the thread that holds it.
         self.lock = threading.RLock()
         self.cancelled = False
-        self.granted: _Access | None = None  # the last one whose turn it was within the run
+        # The last access whose turn it was within the run.
+        self.granted: _Access | None = None
         self._requests = 0
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """Within the block nobody else uses the generators."""
+        """Return a block within which no other thread uses the generators."""
         return _Access(self)
 
     def seeded(self, task: str, iteration: int) -> AbstractContextManager[None]:
-        """The same, with the generators seeded for this task and iteration."""
+        """Return an exclusive block whose generators are seeded for this task and iteration."""
         return _Access(self, (task, iteration))
 
     def next_request(self) -> int:
-        """The number of a new request."""
+        """Return the number of a new request, from 0."""
         with self.lock:
             self._requests += 1
             return self._requests - 1
 
     def cancel(self) -> None:
-        """Wake whoever waits for access."""
+        """Wake the threads that wait for access."""
         self.cancelled = True
         self.counter.cancel()
         if self.granted is not None:
             self.granted.wake()
 
     def end(self) -> None:
-        """Give no further access; restore the generators for a task that is still running."""
-        with self.lock:  # so that nobody is about to seed
+        """Give no further access, and restore the generators for a task that is still running."""
+        # Under the lock, no thread is between its check of ``cancelled`` and the seeding.
+        with self.lock:
             self.cancel()
         if self.granted is not None:
             self.granted.give_back()
 
 
 class _Access(AbstractContextManager[None]):
-    """One block's access: requested, given, perhaps lent, given back."""
+    """The access of one block: requested, given, perhaps lent, and given back."""
 
     def __init__(self, run: GeneratorAccess, seed: tuple[str, int] | None = None) -> None:
         self._run = run
         self._seed = seed
         self._device = run.seeds.device
         self._request: int | None = None
-        self._frame: FrameType | None = None  # executes the block
-        self.outer: _Access | None = None  # lent by this thread
-        self._before: GeneratorStates | None = None  # the process's, while others are in place
-        self._own: GeneratorStates | None = None  # while it is lent
+        # The frame that executes the block.
+        self._frame: FrameType | None = None
+        # The access of the enclosing block on this thread, which it has lent.
+        self.outer: _Access | None = None
+        # The process's states, while the block's are in place.
+        self._before: GeneratorStates | None = None
+        # The block's states, while its access is lent.
+        self._own: GeneratorStates | None = None
         self._woken: SimpleQueue[None] | None = None
 
     def __enter__(self) -> None:
@@ -161,7 +169,8 @@ class _Access(AbstractContextManager[None]):
     def __exit__(self, *failure: object) -> None:
         if self._seed is None and self.outer is not None:
             self.lend()
-            if self._own is not None:  # the outer block may be of another device
+            # The outer block may belong to another device, and so have other generators.
+            if self._own is not None:
                 self.outer._own = {**(self.outer._own or {}), **self._own}
         self.give_back()
         this_thread.access = self.outer
@@ -170,7 +179,7 @@ class _Access(AbstractContextManager[None]):
             self._run.counter.advance(self._request + 1)
 
     def request(self) -> None:
-        """Wait until it is its turn in the run, and for access.
+        """Wait for this block's turn in the run, and then for access.
 
         Raises:
             Cancelled: The run has failed, or was closed.
@@ -208,7 +217,10 @@ class _Access(AbstractContextManager[None]):
         self.give_back()
 
     def give_back(self) -> None:
-        """Restore the generators, and let the next one have access; from any thread."""
+        """Restore the generators, and wake the next block in the queue.
+
+        May be called by any thread.
+        """
         with self._run.lock:
             if self._before is not None:
                 self._device.set_generator_states(self._before)
@@ -218,12 +230,12 @@ class _Access(AbstractContextManager[None]):
             first.wake()
 
     def wake(self) -> None:
-        """Wake it if it waits; takes no lock."""
+        """Wake the block if it waits. This takes no lock."""
         if self._woken is not None:
             self._woken.put(None)
 
     def in_child(self) -> None:
-        """Forget, after a fork, what a thread has that does not exist in the child process."""
+        """Give up, in a forked child, the access of a thread that does not exist in the child."""
         self._run.lock = threading.RLock()
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame is not self._frame:
@@ -235,8 +247,10 @@ class _Access(AbstractContextManager[None]):
         while (first := _first()) is not self:
             if self._run.cancelled:
                 raise Cancelled
+            # The queue has to exist before the last look: a wake-up that comes before it would be
+            # lost.
             if self._woken is None:
-                self._woken = SimpleQueue()  # and look again
+                self._woken = SimpleQueue()
                 continue
             try:
                 self._woken.get(timeout=WAKE_S)
@@ -245,13 +259,13 @@ class _Access(AbstractContextManager[None]):
                     first.give_back()
 
     def is_executed(self) -> bool:
-        """Whether the block is still being executed."""
+        """Return whether the block is still being executed."""
         frame = self._frame
         return frame is not None and is_executed(frame)
 
 
 class LentAccess:
-    """Access that a task or an iterator had, and lends while it drives a pipeline."""
+    """The access of a task or an iterator, lent while it drives a pipeline."""
 
     __slots__ = ("_access",)
 
@@ -266,22 +280,25 @@ class LentAccess:
             Cancelled: The run of the task or the iterator has failed meanwhile.
         """
         if self._access is not _innermost():
-            return  # of a block that was cut short
+            # The block that lent the access was interrupted and has ended.
+            return
         try:
             self._access.take()
         except Cancelled:
             self._access.give_back()
-            if failure is None or failure is StopIteration:  # an error goes first
+            # An error of the call is raised instead of ``Cancelled``.
+            if failure is None or failure is StopIteration:
                 raise
 
 
 class _Thread(threading.local):
-    access: _Access | None = None  # of the innermost block; None for most callers
+    # The access of the innermost block; None for most callers.
+    access: _Access | None = None
 
 
 this_thread = _Thread()
 _queue: dict[_Access, None] = {}
-"""Who has access, and then who waits for it, in this order."""
+"""The block that has access, followed by the blocks that wait for it, in this order."""
 
 
 def _first() -> _Access | None:
@@ -289,15 +306,16 @@ def _first() -> _Access | None:
 
 
 def _innermost() -> _Access | None:
-    """The access of the innermost block that the calling thread is in, given or lent."""
+    """Return the access, given or lent, of the innermost block that the calling thread is in."""
     while (access := this_thread.access) is not None and not access.is_executed():
-        access.give_back()  # the block was cut short
+        # The block was interrupted before it could give back its access.
+        access.give_back()
         this_thread.access = access.outer
     return access
 
 
 def lend_access() -> LentAccess | None:
-    """Let others have the access that the calling thread has, if any, until it is taken back."""
+    """Lend the access that the calling thread has, if any, until it is taken back."""
     access = _innermost()
     return None if access is None or access not in _queue else LentAccess(access)
 

@@ -1,41 +1,43 @@
-"""Attributes of the context go when their last user is done, under a plan that says what it keeps.
+"""Release of context attributes after their last use, under a plan that says what it keeps.
 
     host            forward i |        forward i+1 |
                               |(1)                 |(1) (2)
     caller's stream           `#### forward i ####-e(i)-#### backward i ### forward i+1 ##-e(i+1)
     memory of batch i  ...............................|   given back at (2): e(i) is reached then
 
-Where they go is decided when the program is compiled (``swpipe.analysis.last_readers``). There,
-the attribute is deleted (1). Where all device work is on one stream, or there is none, its memory
-is free then. Else the device may not be done with it. So the memory waits, and at the same place of
-the next iteration the host waits until the device has done the work of all tasks of the iteration
-that were called before that place, and lets the memory go (2). It returns to the stream on which it
-was made, which may reuse it at once: nothing depends on when an allocator looks, as with
-``record_stream``.
+``swpipe.analysis.last_readers`` decides at compile time after which task an attribute is released:
+the place of the release. At that place the attribute is deleted (1). If all device work is on one
+stream, or there is none, the memory is free then. Otherwise the device may still use it. So the
+memory waits: at the same place of the next iteration, the host waits until the device has finished
+all tasks of the iteration that were called before that place, and then frees the memory (2). The
+memory returns to the stream on which it was made, which may reuse it at once. With
+``record_stream``, by contrast, the time of the reuse depends on when the allocator polls.
 
 Guarantees
-    - A value goes when all its users have returned, in every interleaving; a user finds it.
-    - Memory is given back when the device has done the work of all tasks of its iteration that
-      come before the place where it went (2), users or not. It may have been made on any stream,
-      also on one that the plan does not name.
-    - What is also reachable otherwise, by another attribute, by an object of the user's or by
-      autograd, for the backward, may be used after (1). It is held instead (``Device.hold``): its
-      memory goes when whoever drops it last was done on all streams. Whether others refer to it is
-      asked when it is no attribute any more: what nobody refers to then, nobody can reach again.
-    - At each place the memory of one iteration waits, and of two while the host does; of a group of
-      several workers, for each of them. So the host
-      is ahead of the device by no more than one iteration, counted from such a place.
-    - A run that ends holds what still waits.
-    - What no task is known to use goes at the end of the iteration: a task may set it, and read it
-      again, at any time before.
-    - A retired context has what is kept, and nothing else.
+    - A value is released when all its users have returned, in every interleaving; every user finds
+      the value.
+    - Memory is given back when the device has finished all tasks of its iteration that come before
+      the place of the release (2), users or not. The memory may have been made on any stream, also
+      on one that the plan does not name.
+    - A value that another attribute, an object of the user or the autograd graph also refers to may
+      be used after (1). It is held instead (``Device.hold``): its memory is freed when the last
+      reference is dropped and all streams have finished the work of that time. References are
+      counted after the attribute was deleted: a value without references then cannot be reached
+      again.
+    - At each place the memory of one iteration waits, and of two while the host waits; for a group
+      of several workers, this holds for each worker. So the host is ahead of the device by at most
+      one iteration, counted from such a place.
+    - A run that ends holds the memory that still waits.
+    - An attribute that no task is known to use is released at the end of the iteration: until
+      then, a task may set it and read it again.
+    - A retired context has the attributes that are kept, and no others.
 
 Assumptions
-    - Tasks use no other attributes than they say or were recorded to use. One that does fails with
-      RuntimeError; or, where nothing orders it before or after the others, may find the value
-      still there: its device work is then not waited for.
-    - Who keeps memory of an attribute keeps a tensor that has it, not its ``untyped_storage()``
-      alone: that cannot be told from the module's own.
+    - Tasks use only the attributes that they declare or were recorded to use. A task that uses
+      another one fails with RuntimeError; or, if nothing orders it against the other users, it may
+      still find the value: the release does not wait for its device work.
+    - An object that keeps the memory of an attribute keeps a tensor of it, not its
+      ``untyped_storage()`` alone: such a reference cannot be told from this module's own.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ from swpipe.device import Event
 def with_releases(
     iterations: InFlightIterations, ins: Instruction, step: Step, worker: int = 0
 ) -> Step:
-    """Let go what the plan lets go before and after a task's turn, of one of several workers."""
+    """Return a step that makes the plan's releases before and after a task's turn."""
     releases = iterations.engine.releases
     if releases is not None:
         for release in releases.at.get(ins.task, ()):
@@ -75,7 +77,8 @@ def _with_release(
     let_go = _let_go(iterations, release, worker)
 
     def released(i: int) -> None:
-        ctx = slots[i % depth].ctx  # a run that is given up forgets its slots meanwhile
+        # Look the context up before the step: a run that is abandoned clears its slots meanwhile.
+        ctx = slots[i % depth].ctx
         if after:
             step(i)
         values = take(ctx, release.names, releases)
@@ -90,7 +93,9 @@ def _with_release(
 def take(ctx: TypedContext, names: Iterable[str], releases: Releases) -> list[Any]:
     """Delete attributes, and return their values.
 
-    One for which the class has a default, or a property, stays: who read it would get that.
+    An attribute stays if its class has a default or a property of that name: a later reader would
+    get
+    that value without an error.
     """
     there = vars(ctx)
     gone = getattr(ctx, RELEASED)
@@ -98,31 +103,33 @@ def take(ctx: TypedContext, names: Iterable[str], releases: Releases) -> list[An
     for name in names:
         if name in there and not hasattr(type(ctx), name):
             gone[name] = releases.why.get(name, releases.why_others)
-            values.append(there.pop(name))  # and no del: nobody else is to notice
+            # ``pop`` on the dictionary, because ``del`` would call the ``__delattr__`` of the
+            # class.
+            values.append(there.pop(name))
     return values
 
 
 def let_go(ctx: TypedContext, task: str, releases: Releases) -> list[Any]:
-    """What goes after a task in a serial run, in which every place is after a task."""
+    """Release the attributes that a serial run drops after a task, and return their values."""
     names = (name for release in releases.at.get(task, ()) for name in release.names)
     return take(ctx, names, releases)
 
 
 def begin(ctx: TypedContext) -> None:
-    """A context that lets attributes go."""
+    """Prepare a context for releases."""
     object.__setattr__(ctx, RELEASED, {})
 
 
 def finish(ctx: TypedContext, releases: Releases) -> list[Any]:
-    """Leave on a context what is kept; returns the rest."""
+    """Delete all attributes of a context that are not kept, and return their values."""
     return take(ctx, [name for name in vars(ctx) if name not in releases.kept], releases)
 
 
 def warn_of_missing(ctx: TypedContext, releases: Releases) -> None:
-    """Compare the first context of a run with what is to be kept.
+    """Compare the first context of a run with the attributes that are to be kept.
 
     Warns:
-        RuntimeWarning: Something is not there.
+        RuntimeWarning: An attribute that is to be kept is missing.
     """
     if missing := [name for name in releases.kept if not hasattr(ctx, name)]:
         had = sorted({*getattr(ctx, RELEASED), *vars(ctx)})
@@ -135,7 +142,7 @@ def warn_of_missing(ctx: TypedContext, releases: Releases) -> None:
 
 
 class _Waiting(NamedTuple):
-    """Memory of an iteration, and the events after which it may go."""
+    """Memory of an iteration, and the events after which it may be freed."""
 
     iteration: int
     memory: list[Any]
@@ -143,11 +150,11 @@ class _Waiting(NamedTuple):
 
 
 class WaitingMemory:
-    """The memory that waits at one place for the device.
+    """The memory that waits for the device at one place.
 
     Args:
-        iterations: Of the run.
-        release: What goes at the place.
+        iterations: The iterations of the run.
+        release: The release at the place.
     """
 
     def __init__(self, iterations: InFlightIterations, release: Release) -> None:
@@ -157,11 +164,13 @@ class WaitingMemory:
         self._waiting: deque[_Waiting] = deque()
 
     def add(self, i: int, values: list[Any]) -> None:
-        """Let the memory of one iteration wait, and give back that of the one before."""
+        """Let the memory of one iteration wait, and free the memory of the one before."""
         memory = self._device.take_over(values, self._iterations.all_streams)
-        if memory:  # else it was on the host
+        # Values on the host have no device memory.
+        if memory:
             slot = i % self._iterations.ring
             self._waiting.append(_Waiting(i, memory, [events[slot] for events in self._events]))
+        # The list in ``_waiting`` is the only reference now, so ``popleft`` frees the memory.
         del memory
         while self._waiting and self._waiting[0].iteration < i:
             for event in self._waiting[0].events:
@@ -169,14 +178,14 @@ class WaitingMemory:
             self._waiting.popleft()
 
     def hold(self) -> None:
-        """The run ends: hold what waits instead, and wait no more."""
+        """Hold the waiting memory on all streams instead, at the end of a run."""
         for waiting in self._waiting:
             self._device.hold(waiting.memory, self._iterations.all_streams)
         self._waiting.clear()
 
 
 def _at_once(iterations: InFlightIterations, i: int, values: list[Any]) -> None:
-    """Give back memory that the work that comes next may use; of another stream's, when it may."""
+    """Give back memory at once. Memory of another stream is held until that stream may reuse it."""
     iterations.engine.device.hold(values, iterations.all_streams)
     values.clear()
 
@@ -184,9 +193,11 @@ def _at_once(iterations: InFlightIterations, i: int, values: list[Any]) -> None:
 def _let_go(
     iterations: InFlightIterations, release: Release, worker: int
 ) -> Callable[[int, list[Any]], None]:
+    # Without events to wait for, all device work is on one stream, which reuses memory in its
+    # order.
     if not release.behind:
         return partial(_at_once, iterations)
-    # One for both lists of instructions, with observers and without.
+    # Both lists of instructions, with observers and without, share one queue of memory.
     place = id(release), worker
     waiting = iterations.waiting.get(place) or WaitingMemory(iterations, release)
     iterations.waiting[place] = waiting

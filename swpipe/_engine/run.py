@@ -16,25 +16,27 @@ Guarantees
     - The first failure of any lane ends the run (2): it is kept, every counter is cancelled, no
       lane starts another task, and the caller gets the failure itself, with a note that names task,
       iteration and group. A KeyboardInterrupt or SystemExit on the caller's thread is raised even
-      after another failure, and any exception of the caller's even after ``stop``.
-    - Of several workers each goes through the periods of its own iterations, and whoever waits for
-      their lane waits for the one whose turn it was. One that fails first lets the others pass the
-      iterations before (3): the failure of the first of these is the one that is kept.
+      after another failure, and any exception on the caller's thread even after ``stop``.
+    - Each of several workers runs the periods of its own iterations. A lane that waits for their
+      lane waits for the worker whose turn the period is. A worker that fails first waits until the
+      others have passed the earlier iterations (3), so that the failure of the earliest iteration
+      is kept.
     - ``InFlightIterations.total``, the number of iterations, is set before the end of the data is
-      published (``swpipe._engine.admission``); every task comes after the pull of its iteration,
-      and so knows whether that iteration exists.
+      published (``swpipe._engine.admission``). Every task comes after the pull of its iteration,
+      so each lane knows whether that iteration exists.
     - ``<retire>`` hands out a context and forgets it in the same step; a failure that comes right
       after it is raised by the next call.
-    - ``stop`` sets flags and takes no lock: a signal handler may call it. ``end`` does the rest. It
-      may be interrupted at any place, and called again, until ``ended``.
-    - A call that an exception cut short anywhere (Ctrl-C) leaves ``interrupted`` set: the run is
-      then good for nothing but ``end``.
+    - ``stop`` sets flags and takes no lock: a signal handler may call it. ``end`` stops the threads
+      and drops the iterations. It may be interrupted at any place, and called again, until
+      ``ended``.
+    - A call that is interrupted anywhere by an exception (Ctrl-C) leaves ``interrupted`` set: only
+      ``end`` may be called on the run then.
 
 Assumptions
     - One thread at a time drives a run; the pipeline sees to that.
-    - A task's function returns in the end. Python cannot end a thread from outside: one that does
-      not return is left running, named in the failure's note or a warning, and ends at its next
-      instruction; when the interpreter exits, at the next line of Python that it runs.
+    - A task's function returns in the end. Python cannot end a thread from outside: a thread whose
+      task does not return is left running, is named in the failure's note or a warning, and ends at
+      its next instruction or, when the interpreter exits, at its next line of Python.
 """
 
 from __future__ import annotations
@@ -64,19 +66,21 @@ from swpipe.core.plan import PULL
 from swpipe.errors import StallError, add_note
 
 JOIN_GRACE_S = 0.1
-"""How long, in all, a run that fails or is closed waits for tasks that are still running."""
+"""The time in seconds, in all, that a run that fails or is closed waits for running tasks."""
 
-_FINISH_S = 10.0  # the same of a finished run, whose threads are past their last task
-_LEAVE_S = 1.0  # for an interrupt that is on its way
+# The same time for a finished run, whose threads are past their last task.
+_FINISH_S = 10.0
+# The time in which an interrupt that the watchdog has sent arrives.
+_LEAVE_S = 1.0
 
 CLOSED_IN_CALL = "the pipeline was closed during this call, by another thread, handler or task"
 
 
 class WorkersProgress:
-    """The progress of a lane whose workers take turns, to wait for as for that of one thread.
+    """The progress of a lane with several workers, with the interface of a single counter.
 
     Args:
-        workers: Those of the lane.
+        workers: The workers of the lane.
         first: The number of the run's first iteration.
     """
 
@@ -87,7 +91,7 @@ class WorkersProgress:
         self._first = first
 
     def wait(self, count: int) -> None:
-        """Sleep until the worker whose turn that is has reached ``count``."""
+        """Sleep until the worker whose turn the period is has reached ``count``."""
         turn = self._lane.turn(self._first + (count - 1) // self._size)
         self._counters[turn].wait(count)
 
@@ -96,12 +100,14 @@ class BoundWait(NamedTuple):
     """A wait for another lane's progress: ``period * size + base``."""
 
     progress: ProgressCounter | WorkersProgress
-    size: int  # instructions in the lane that is waited for
-    base: int  # its progress within a period once it has passed the instruction
+    # The number of instructions of the lane that is waited for.
+    size: int
+    # The lane's progress within a period once it has passed the instruction.
+    base: int
 
 
 class BoundInstruction(NamedTuple):
-    """One instruction, bound: what ``_run_period`` executes."""
+    """An instruction with its waits and its function, as ``_run_period`` executes it."""
 
     waits: tuple[BoundWait, ...]
     stage: int
@@ -111,7 +117,7 @@ class BoundInstruction(NamedTuple):
 
 
 class LaneRunner:
-    """A thread that runs a lane, one of several; ``period`` and ``position`` say where it is."""
+    """One thread that runs a lane; ``period`` and ``position`` give its current instruction."""
 
     def __init__(self, lane: Lane, worker: int, progress: ProgressCounter) -> None:
         self.lane = lane
@@ -119,22 +125,23 @@ class LaneRunner:
         self.group = lane.group
         self.instructions = lane.instructions
         self.size = len(lane.instructions)
-        self.progress = progress  # counts the instructions passed, in all periods
+        # Counts the instructions that were passed, over all periods.
+        self.progress = progress
         self.period = 0
         self.position = 0
         self.ops: tuple[BoundInstruction, ...] = ()
         self.observed_ops: tuple[BoundInstruction, ...] = ()
-        self.torch_state: ThreadTorchState | None = None  # of a worker
+        self.torch_state: ThreadTorchState | None = None
         self.thread: HostThread | None = None
 
     @property
     def instruction(self) -> Instruction:
-        """Where the lane is."""
+        """The instruction that the lane is at."""
         return self.instructions[self.position]
 
 
 class Run:
-    """One run over one iterator: from the fill to the last retirement, or to the first failure."""
+    """One run over one iterator, from the prologue to the last retirement or the first failure."""
 
     def __init__(
         self,
@@ -149,19 +156,22 @@ class Run:
         self.retired = 0
         self.period = 0
         self.mode = Mode.now(engine.mode())
-        self._failure: dict[str, BaseException] = {}  # its setdefault lets the first one win
+        # A dictionary, because its atomic ``setdefault`` keeps the first failure without a lock.
+        self._failure: dict[str, BaseException] = {}
         self.stalled: StallError | None = None
         self.stopping = False
         self.draining = False
         self.flushing = False
         self.ending = False
         self.ended = False
-        self.in_call = True  # inside ``start`` or ``advance``, or one of them was cut short
-        # The thread that is inside ``advance``: it puts itself in, and takes itself out, unless the
-        # watchdog has done so, to interrupt it.
+        # True inside ``start`` and ``advance``, and after one of them was interrupted.
+        self.in_call = True
+        # The thread that is inside ``advance``. It enters itself and removes itself, unless the
+        # watchdog has removed it, in order to interrupt it. Removal is atomic, so exactly one of
+        # the two removes it.
         self.driver: dict[str, int] = {}
         self._handed_out: TypedContext | None = None
-        # By the program's lanes: the workers of each.
+        # The workers of each lane, in the order of the program's lanes.
         self.groups = tuple(
             tuple(LaneRunner(lane, n, engine.host.counter()) for n in range(lane.workers))
             for lane in engine.program.lanes
@@ -199,14 +209,14 @@ class Run:
         return BoundInstruction(tuple(waits), ins.stage, step, ins.publish, ins)
 
     def _order_streams_after_the_callers(self) -> None:
-        """What the caller has submitted so far (a model's initialisation) comes before the run."""
+        """Make all streams wait for what the caller has submitted, such as initialisation."""
         begin = self.engine.device.new_event()
         begin.record(self.iterations.caller_stream)
         for stream in self.engine.streams.values():
             begin.wait(stream)
 
     def start(self) -> None:
-        """Start the threads; once, before the first ``advance``."""
+        """Start the threads. Call it once, before the first ``advance``."""
         add_run(self)
         self._order_streams_after_the_callers()
         for lane in self.lanes[1:]:
@@ -217,37 +227,41 @@ class Run:
 
     @property
     def failure(self) -> BaseException | None:
-        """The first failure, until ``end``."""
+        """The first failure of any lane; None after ``end``."""
         return self._failure.get("first")
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last call was cut short; meaningful between calls."""
+        """Whether the last call was interrupted; meaningful only between calls."""
         return self.in_call or self.ending or (self.stopping and self.failure is None)
 
     @property
     def finished(self) -> bool:
-        """Whether every iteration that the data has was handed out."""
+        """Whether every iteration of the data was handed out."""
         return self.retired >= self.iterations.total
 
     @property
     def over(self) -> bool:
-        """Whether it is finished, with no failure left to raise."""
+        """Whether the run is finished and has no failure left to raise."""
         return self.retired >= self.iterations.total and not self._failure
 
     @property
     def in_flight(self) -> int:
-        """Iterations that were admitted and not handed out, as far as the data is known to go."""
+        """The number of iterations that were admitted and not handed out.
+
+        Iterations beyond the end of the data do not count once the end is known.
+        """
         return min(self.admission.admitted, self.iterations.total) - self.retired
 
     def read_callers_settings(self) -> None:
         """Read the calling thread's settings, for the iterations that are admitted from now on.
 
         Raises:
-            RuntimeError: Iterations are in flight that were admitted in another mode or stream.
+            RuntimeError: Iterations in flight were admitted in another mode or stream.
         """
         device = self.engine.device
-        gradients, inference, dtype, other = self.mode  # making another one to compare takes longer
+        # Compare field by field: to make another ``Mode`` takes longer, at every call.
+        gradients, inference, dtype, other = self.mode
         if (
             is_grad_enabled() is not gradients
             or is_inference_mode_enabled() is not inference
@@ -261,15 +275,15 @@ class Run:
                 "stream current, or call drain() before switching"
             )
         if len(self.lanes) > 1:
-            # Workers compare by identity.
+            # Workers compare states by identity, so an unchanged state has to stay the same object.
             self.admission.state = torch_state(device.autocast_types, self.admission.state)
             self.admission.variables = copy_context()
 
     def advance(self) -> TypedContext | None:
-        """Run one period of the default lane; returns the context that it retired, if any.
+        """Run one period of the default lane, and return the context that it retired, if any.
 
-        Raises the run's first failure, as itself, which ends the run; but after a context that was
-        retired in the same period, the next call does.
+        Raises the first failure of the run, unchanged, which ends the run. If the same period has
+        retired a context, the context is returned and the next call raises the failure.
         """
         self.in_call = True
         lane = self.lanes[0]
@@ -287,13 +301,15 @@ class Run:
                 self._leave()
         except BaseException as error:
             self.fail(error, lane)
-            # With a context to hand out, the next call raises it; but once closed, there is none.
+            # If there is a context to hand out, the next call raises the failure. After ``close``
+            # there is no next call, so the failure is raised now.
             if self._goes_first(error) and (self._handed_out is None or self.failure is None):
                 raise
         handed_out = self._handed_out
         self._handed_out = None
         if handed_out is not None:
-            if self.driver:  # an exception came before _leave() had
+            # An exception arrived before ``_leave`` removed this thread.
+            if self.driver:
                 self._leave()
         else:
             if self.failure is not None:
@@ -304,8 +320,9 @@ class Run:
         return handed_out
 
     def _goes_first(self, error: BaseException) -> bool:
-        """Whether what the caller's thread raised is raised, whatever another thread did."""
-        if isinstance(error, Cancelled) or self.stalled is not None:  # it is the interrupt
+        """Return whether an error of the caller's thread goes before another thread's failure."""
+        # After a stall, the error is the interrupt that the watchdog has sent.
+        if isinstance(error, Cancelled) or self.stalled is not None:
             return False
         return self.failure is None or not isinstance(error, Exception)
 
@@ -316,21 +333,22 @@ class Run:
             time.sleep(_LEAVE_S)
 
     def settle(self) -> None:
-        """Wait until the batches of all iterations that were admitted are pulled, or the data ends.
+        """Wait until the batches of all admitted iterations are pulled, or the data ends.
 
-        If the run fails meanwhile, the next call says so.
+        If the run fails meanwhile, the next call raises the failure.
         """
         pull = self.engine.program.instructions.get(PULL)
         if pull is None or self.finished:
             return
         admitted, (lane,) = self.admission.admitted, self.groups[pull.lane]
-        self.in_call = True  # else nobody looks whether it stalls
+        # The watchdog only watches a run while a call is under way.
+        self.in_call = True
         with suppress(Cancelled):
             lane.progress.wait((admitted - 1 + pull.stage) * lane.size + pull.position + 1)
         self.in_call = False
 
     def stop_admitting(self) -> None:
-        """Stop admitting; finish what is in flight."""
+        """Stop admitting iterations; those in flight are finished."""
         self.draining = True
         self.iterations.total = min(self.iterations.total, self.admission.admitted)
 
@@ -339,6 +357,7 @@ class Run:
         iterations = self.iterations
         observers = self.engine.observers()
         passed = period * lane.size
+        # Both lists are composed in advance: a run without observers calls none of their layers.
         ops = lane.observed_ops if observers else lane.ops
         for position, (waits, stage, step, publish, ins) in enumerate(ops):
             lane.position = position
@@ -347,6 +366,8 @@ class Run:
                 observer.arrive(ins, iterations.first + i)
             for progress, size, offset in waits:
                 progress.wait(period * size + offset)  # (1)
+            # In the prologue and epilogue ``i`` lies outside the run: the lane waits and publishes,
+            # but calls no task.
             if 0 <= i < iterations.total:
                 if self.stopping:
                     raise Cancelled
@@ -355,15 +376,17 @@ class Run:
                 lane.progress.advance(passed + position + 1)
 
     def _work(self, lane: LaneRunner) -> None:
-        last_stage = self.engine.program.depth - 1  # that of <retire>
+        # The stage of ``<retire>``, which is the last instruction of an iteration.
+        last_stage = self.engine.program.depth - 1
         try:
             self.engine.device.use_on_this_thread()
             first = self.iterations.first
             turn = lane.lane.turn
             step = lane.lane.workers
+            # Start at the first period that is this worker's turn.
             period = next(p for p in range(step) if turn(first + p) == lane.worker)
-            # To the last period of the run, even where this lane has no task left by then: another
-            # lane's wait for an instruction of this one may stand for a wait for a third lane.
+            # Go to the last period of the run, even where this lane has no task left by then: a
+            # wait for this lane may stand for a wait for a third lane that it implies.
             while period - last_stage < self.iterations.total and not self.ended:
                 self._run_period(lane, period)
                 period += step
@@ -372,23 +395,24 @@ class Run:
                 self._let_earlier_pass(lane)
             self.fail(error, lane)
         else:
-            lane.progress.advance(FOREVER)  # nobody waits for the periods after the last one
+            # This lane runs no further periods, so no lane has to wait for them.
+            lane.progress.advance(FOREVER)
         finally:
             if lane.torch_state is not None:
                 lane.torch_state.reset()
 
     def _let_earlier_pass(self, lane: LaneRunner) -> None:
-        """Wait until all iterations before the worker's own are past its lane.
+        """Wait until all iterations before the worker's own have passed its lane.
 
         Raises:
-            Cancelled: One of them has failed, or something else.
+            Cancelled: The run has failed or was stopped.
         """
         for period in range(max(0, lane.period - lane.lane.workers + 1), lane.period):
             worker = self.worker(lane.instruction.lane, period)
             worker.progress.wait((period + 1) * lane.size)  # (3)
 
     def worker(self, lane: int, period: int) -> LaneRunner:
-        """Whose turn a period is, in a lane of the program."""
+        """Return the worker of a lane of the program whose turn a period is."""
         workers = self.groups[lane]
         return workers[workers[0].lane.turn(self.iterations.first + period)]
 
@@ -405,6 +429,8 @@ class Run:
         def retire(i: int) -> None:
             iteration: InFlight = iterations.slots[i % depth]
             if wait is not None:
+                # The caller may use the context on its stream, which waits for the last tasks of
+                # the iteration.
                 wait(i)  # the caller's stream, for all sinks
                 self._hold(iteration)
                 self._mark_end(i)
@@ -431,11 +457,12 @@ class Run:
             end.record(self.iterations.caller_stream)
 
     def fail(self, error: BaseException, lane: LaneRunner) -> None:
-        """Keep the first failure, wake everyone, and note on it where it happened."""
+        """Keep the first failure, wake all waiting threads, and add a note of where it happened."""
         if isinstance(error, Cancelled):
             return
         if isinstance(error, StopIteration):
-            # Raised by progress() it would mean the end of the data (compare PEP 479).
+            # Raised by ``progress``, StopIteration means the end of the data: a task's
+            # StopIteration would end the loop silently (compare PEP 479).
             cause = error
             error = RuntimeError("a task raised StopIteration, which only the user's iterator may")
             error.__cause__ = cause
@@ -446,6 +473,7 @@ class Run:
         elif not isinstance(error, Exception):
             add_note(error, f"swpipe: after {type(first).__name__}: {first}")
             if lane is self.lanes[0] and self.stalled is None:
+                # A KeyboardInterrupt of the caller's thread replaces an earlier failure.
                 self._failure["first"] = error  # the caller's, also where the next call raises it
 
     def _place(self, lane: LaneRunner) -> str:
@@ -457,7 +485,7 @@ class Run:
         return f"at task {lane.instruction.task!r}, {which}, thread group {lane.group!r}"
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Tell all lanes to stop; the first error given is the one that the caller gets."""
+        """Tell all lanes to stop, and keep the first error given for the caller."""
         if error is not None and not self.stopping:
             self._failure.setdefault("first", error)
         self.stopping = True
@@ -467,13 +495,18 @@ class Run:
         self.iterations.generators.cancel()
 
     def end(self) -> None:
-        """Stop the threads, wait for them, and drop what is in flight."""
+        """Stop the threads, wait for them, and drop the iterations in flight.
+
+        It may be called again.
+        """
         if self.ended:
             return
         if not self.finished:
             self.stop()
         self.ending = True
         self.lanes[0].progress.advance(FOREVER)
+        # Order matters: the threads end first, then the generators are restored, then memory is
+        # held. An interruption leaves ``ended`` False, and the next call repeats all of it.
         self.join(JOIN_GRACE_S if self.stopping else _FINISH_S)
         self.iterations.generators.end()
         self.iterations.hold_waiting()
@@ -482,14 +515,17 @@ class Run:
             self._reset_states()
         self.iterations.clear()
         self.ended = True
-        self._failure.clear()  # its traceback refers to this run
+        # The failure's traceback refers to this run.
+        self._failure.clear()
         if not self.left_inside():
             for lane in self.lanes:
-                lane.ops = lane.observed_ops = ()  # they refer to this run, and it to the data
+                # The composed functions refer to this run and so to the data: break the reference
+                # cycle.
+                lane.ops = lane.observed_ops = ()
         remove_run(self)
 
     def left_inside(self) -> list[str]:
-        """Where the threads that have not ended are."""
+        """Return descriptions of the threads that have not ended and of their tasks."""
         return [
             f"thread group {lane.group!r} is still inside task {lane.instruction.task!r} of "
             f"iteration {self.iterations.first + lane.period - lane.instruction.stage}"
@@ -498,14 +534,17 @@ class Run:
         ]
 
     def join(self, grace_s: float) -> None:
-        """Wait for the threads to end, for no longer than ``grace_s`` in all."""
+        """Wait for the threads to end, for at most ``grace_s`` seconds in all."""
         deadline = time.monotonic() + grace_s
         for lane in self.lanes[1:]:
             if lane.thread is not None and lane.thread.ident != threading.get_ident():
                 lane.thread.join(max(0, deadline - time.monotonic()))
 
     def forget_in_fork(self) -> None:
-        """In a child process: the threads are the parent's, and so is the device's work."""
+        """Mark the run as ended in a forked child.
+
+        The threads and the device work are the parent's.
+        """
         self.stopping = self.ended = True
         for lane in self.lanes:
             lane.thread = None
@@ -513,7 +552,7 @@ class Run:
         self.iterations.clear()
 
     def cut_short(self) -> None:
-        """End what Python code still runs, at its next line."""
+        """Raise ``Cancelled`` in threads that still run, at their next line of Python."""
         for lane in self.lanes[1:]:
             if lane.thread is not None and lane.thread.is_alive() and lane.thread.ident:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -521,7 +560,10 @@ class Run:
                 )
 
     def _reset_states(self) -> None:
-        """Let the tasks forget what they keep for the iterations in flight."""
+        """Call the ``reset`` of all tasks.
+
+        They forget what they keep for the iterations in flight.
+        """
         try:
             reset_states(self.engine.tasks.values(), self.failure)
         except Exception:
@@ -529,7 +571,7 @@ class Run:
             raise
 
     def _abandon(self) -> None:
-        """Hold what is in flight, and order the caller's next work after its device work."""
+        """Hold the memory in flight, and order the caller's next work after its device work."""
         for iteration in self.iterations.slots:
             if iteration is not None:
                 self._hold(iteration)

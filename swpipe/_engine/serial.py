@@ -1,4 +1,4 @@
-"""The serial run: every task on the calling thread, one by one."""
+"""The serial run, which calls every task on the calling thread, one by one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swpipe.errors import add_note
 
 
 class SerialLane:
-    """Runs iterations of some tasks, in the order given."""
+    """A runner of some tasks, serially and in the given order."""
 
     def __init__(self, tasks: Sequence[PipelineTask]) -> None:
         self._tasks = tuple(tasks)
@@ -29,15 +29,19 @@ class SerialLane:
         """Run every task on one context, and return it.
 
         Raises:
-            BaseException: Whatever a task raised, with a note of where.
+            BaseException: The error of a task, with a note of the task and the iteration.
         """
         observers = engine.observers()
         has_streams = engine.device.has_streams
+        # The places of the releases differ from the pipeline's: here the last user is the last in
+        # the list.
         releases = engine.releases and engine.releases.serially
         if releases is not None:
             begin(ctx)
         for task in self._tasks:
             try:
+                # The plain call is the common case: the context managers would cost more than a
+                # short task.
                 if observers or has_streams or task.random:
                     self._run_within(engine, observers, task, ctx)
                 else:
@@ -45,6 +49,8 @@ class SerialLane:
             except BaseException as error:
                 place = f"at task {task.name!r}, iteration {ctx.iter_idx}, serially"
                 add_note(error, f"swpipe: {place}")
+                # As in a pipelined run that fails: no state of a task refers to the failed
+                # iteration any more.
                 reset_states(self._tasks, error)
                 tell_failure(error)
                 raise
@@ -57,7 +63,7 @@ class SerialLane:
     def _run_within(
         self, engine: Engine, observers: Sequence[Observer], task: PipelineTask, ctx: TypedContext
     ) -> None:
-        """Run a task on the caller's stream, observed, or with its seed."""
+        """Run a task on the caller's stream, with its seed and with observers, as needed."""
         device = engine.device
         i = ctx.iter_idx
         seeded = engine.seeds.seeded(task.name, i) if task.random else nullcontext()
@@ -67,13 +73,13 @@ class SerialLane:
 
     @cached_property
     def _instructions(self) -> dict[str, Instruction]:
-        """What observers get: every task is on the caller's thread and stream."""
+        """The instructions that observers get: every task on the caller's thread and stream."""
         serial = resolve_plan(PipelinePlan.serial(self._tasks))
         return compile_plan(serial, streams=False).instructions
 
 
 def _drop(engine: Engine, values: list[Any]) -> None:
-    """Let values go, of which some may have been made on another stream."""
+    """Release values, some of which may have been made on another stream."""
     engine.device.hold(values, (engine.device.current_stream(),))
 
 

@@ -1,19 +1,21 @@
-"""torch's per-thread settings: read from the caller, applied on worker threads, or refused.
+"""The per-thread settings of torch: read from the caller, applied on worker threads, or refused.
 
 Some of torch's settings belong to the process (default dtype, deterministic algorithms, the choice
-of attention kernels, anomaly detection). The others belong to a thread, and a new thread starts
-with torch's defaults. The caller's are read at every ``progress()``; an iteration keeps those under
-which it was admitted, and a worker thread applies them where they differ from those that it has.
+of attention kernels, anomaly detection). The rest belong to a thread, and a new thread starts with
+torch's defaults. The caller's settings are read at every ``progress()``. An iteration keeps the
+settings under which it was admitted, and a worker thread applies them if they differ from its own.
 
-    carried    what ``_Settings`` lists
+    carried    the settings that ``_Settings`` lists
     refused    dispatch modes and function modes other than the default device, transforms of
                torch.func, disabled ``__torch_function__``: such a mode is an object, or a level, of
                one thread, and does not expect to be entered on several at once
 
-Tasks of the caller's thread run under its settings of the moment. If the caller switched gradients
-off while iterations are in flight, these would be finished without, and a model that it sets to
-evaluation would evaluate batches that are to be trained on. So a call in another ``Mode`` is
-refused while iterations are in flight.
+Tasks of the caller's thread run under its current settings. If the caller switched gradients off
+while iterations are in flight, these would be finished without gradients; if it set the model to
+evaluation, batches to train on would be evaluated. So a call in another ``Mode`` is refused while
+iterations are in flight.
+
+The private functions of ``torch._C`` named here are those of torch 2.13.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ from swpipe._engine.exclusive import only_watches
 from swpipe.core.messages import shown
 
 _Apply: TypeAlias = Callable[[ExitStack, Any], object]
-"""Gives the thread one setting; what has to be left again is entered on the stack."""
+"""A function that applies one setting to the thread; modes that must be left go on the stack."""
 
-_FLAGS = (  # some are newer than others
+# Getters and setters in ``torch._C``. Older versions of torch lack some of them.
+_FLAGS = (
     ("is_grad_enabled", "_set_grad_enabled"),
     ("_is_fwd_grad_enabled", "_set_fwd_grad_enabled"),
     ("_is_multithreading_enabled", "_set_multithreading_enabled"),
@@ -44,22 +47,27 @@ _FLAGS = (  # some are newer than others
 )
 
 _DENORMAL = struct.unpack("<d", b"\1" + bytes(7))[0]
-"""False on a thread that flushes denormal numbers to zero, which torch cannot be asked for."""
+"""The smallest denormal number, which is 0.0 (False) on a thread that flushes denormals to zero.
 
+torch has no function that returns this setting.
+"""
+
+# ``DeviceMesh`` contexts are kept per thread in the private ``_mesh_resources`` (torch 2.13).
 _MESHES: Any = None
 if torch.distributed.is_available():
     _MESHES = torch.distributed.device_mesh._mesh_resources
 
 
 def _dispatch_modes() -> int:
-    """How many dispatch modes are active, without those on top that only watch."""
+    """Return the number of active dispatch modes, without modes on top that only watch."""
     count: int = torch._C._len_torch_dispatch_stack()
     while count and only_watches(count):
         count -= 1
     return count
 
 
-# Getter, its value outside such a mode, and the name; that of a dispatch mode is its type's.
+# For each refused mode: its getter, the value of the getter outside the mode, and the mode's name.
+# A dispatch mode has the name of its type.
 _REFUSED: tuple[tuple[Callable[[], Any], Any, str], ...] = (
     (_dispatch_modes, 0, ""),
     (torch._C._is_torch_function_enabled, True, "DisableTorchFunctionSubclass"),
@@ -68,25 +76,25 @@ _REFUSED: tuple[tuple[Callable[[], Any], Any, str], ...] = (
 _NONE_REFUSED = tuple(plain for _, plain, _ in _REFUSED)
 
 TorchState: TypeAlias = tuple[Any, ...]
-"""The settings of one thread that tasks can depend on: the values of ``_Settings.getters``, then
-the default device and the current ``DeviceMesh`` where the thread has set them.
+"""The settings of one thread that tasks can depend on.
 
-A plain tuple: one is made and compared at every ``progress()``.
+The values of ``_Settings.getters``, then the default device and the current ``DeviceMesh`` if the
+thread has set one of them. A plain tuple, because one is made and compared at every ``progress()``.
 """
 
 
 def torch_state(autocast_types: tuple[str, ...], last: TorchState | None = None) -> TorchState:
-    """The settings of the calling thread; ``last`` itself if they are equal to it.
+    """Return the settings of the calling thread; ``last`` itself if they are equal to it.
 
     Args:
-        autocast_types: For which device types to read autocast.
-        last: What this returned before.
+        autocast_types: The device types for which autocast is read.
+        last: The state that the last call returned.
 
     Raises:
-        RuntimeError: The thread is in a mode that another one cannot be in.
+        RuntimeError: The thread is in a mode that cannot be carried to another thread.
     """
     state: TorchState = _settings(autocast_types).read()
-    # The first says whether there are function modes; nearly always there is none.
+    # The first value tells whether function modes are active; nearly always there are none.
     if state[0] or (_MESHES is not None and _MESHES.mesh_stack):
         state += _device_and_mesh()
     if state == last:
@@ -97,11 +105,12 @@ def torch_state(autocast_types: tuple[str, ...], last: TorchState | None = None)
 
 
 class _Settings:
-    """How to read and to apply each setting.
+    """The functions that read and apply each setting.
 
     Attributes:
         read: Returns the state of the modes, then this object, then a value for each of
             ``appliers``.
+        appliers: The function that applies each value, in the order of the values.
     """
 
     def __init__(self, autocast_types: tuple[str, ...]) -> None:
@@ -151,7 +160,8 @@ _settings = cache(_Settings)
 
 
 def _calling_all(*getters: Callable[[], Any]) -> Callable[[], tuple[Any, ...]]:
-    """A function that returns what each returns, in a third less time than a loop over them."""
+    """Return a function that returns the results of all getters as one tuple."""
+    # Code generated by ``eval`` takes a third less time than a loop over the getters.
     names = [f"get_{number}" for number in range(len(getters))]
     calls = ", ".join(f"{name}()" for name in names)
     make = eval(f"lambda {', '.join(names)}: lambda: ({calls})")
@@ -163,7 +173,7 @@ def _plain(setter: Callable[[Any], object]) -> _Apply:
 
 
 def _mode(make: Callable[[Any], AbstractContextManager[Any]]) -> _Apply:
-    """Enter a mode, made from the value, unless that is None or False."""
+    """Return a function that enters a mode made from the value, unless that is None or False."""
     return lambda stack, value: value and stack.enter_context(make(value))
 
 
@@ -171,7 +181,8 @@ def _device_and_mesh() -> tuple[Any, ...]:
     count = torch._C._len_torch_function_stack()
     for i in range(count):
         mode = torch._C._get_function_stack_at(i)
-        # What only looks at the thread that it is on, as a loop does at a pull, stays there.
+        # A mode of swpipe that only watches its own thread, as a loop does at a pull, is not
+        # carried.
         if not (isinstance(mode, DeviceContext) or getattr(mode, "only_looks", False)):
             raise _refusal(type(mode).__name__)
     device = torch.get_default_device() if count else None
@@ -196,20 +207,21 @@ def _refusal(mode: str) -> RuntimeError:
 
 
 class ThreadTorchState:
-    """Applies settings to one thread; call ``reset`` before the thread ends."""
+    """The settings applied to one thread; call ``reset`` before the thread ends."""
 
     def __init__(self) -> None:
-        self.applied: TorchState | None = None  # None for the thread's own
+        # The state applied last; None for the thread's own settings.
+        self.applied: TorchState | None = None
         self._entered = ExitStack()
 
     def apply(self, state: TorchState) -> None:
-        """Make the thread's settings those of ``state``, unless they are."""
+        """Set the thread's settings to those of ``state``, unless they are equal."""
         if state == self.applied:
             self.applied = state
             return
         self.reset()
-        # Not the caller's setting: torch clears its cache of casts when the caller leaves autocast,
-        # which a worker never does: the next forward would use the weights of the step before.
+        # Not the caller's setting: torch clears its cache of casts when a thread leaves autocast,
+        # and a worker never leaves it. The next forward would use the weights of the step before.
         torch.set_autocast_cache_enabled(False)
         values = state[1 + len(_REFUSED) :]
         appliers = values[0].appliers
@@ -221,22 +233,23 @@ class ThreadTorchState:
         self.applied = state
 
     def reset(self) -> None:
-        """Leave the modes that were entered."""
+        """Leave the modes that were entered, innermost first."""
         self._entered.close()
         self.applied = None
 
 
 def checked_mode(mode: object) -> Callable[[], object]:
-    """``mode``; TypeError if it cannot be called."""
+    """Return ``mode``; raise TypeError if it cannot be called."""
     if callable(mode):
         return mode
     raise TypeError(f"mode is {shown(mode)}: give a function, such as lambda: model.training")
 
 
 class Mode(NamedTuple):
-    """torch's modes of the calling thread, and what the pipeline's user adds to them.
+    """The torch modes of the calling thread, and the value of the pipeline's ``mode`` function.
 
-    The default dtype is the whole process's: a batch that was pulled ahead has an earlier one.
+    The default dtype belongs to the whole process. It is compared as well, because a batch that was
+    pulled ahead was made under an earlier default dtype.
     """
 
     gradients: bool
@@ -246,13 +259,13 @@ class Mode(NamedTuple):
 
     @classmethod
     def now(cls, other: object) -> Mode:
-        """That of the calling thread."""
+        """Return the mode of the calling thread."""
         gradients = torch.is_grad_enabled()
         inference = torch.is_inference_mode_enabled()
         return cls(gradients, inference, torch.get_default_dtype(), other)
 
     def switch(self, other: object, in_flight: int) -> Mode:
-        """The mode of the calling thread, which is another one.
+        """Return the mode of the calling thread, which differs from this one.
 
         Raises:
             RuntimeError: Iterations are in flight.

@@ -1,4 +1,4 @@
-"""Waiting: counters that only grow, and the threads that wait for them.
+"""Counters that only grow, and threads that wait for them.
 
     writer (one lane)                 waiters (any number)
     advance(5) --- count: 5 --------> wait(4) returns at once
@@ -19,9 +19,9 @@ Assumptions
       ``count``, so that one of the two sees the other. If the hardware reorders these, the waiter
       wakes by itself: it looks every ``WAKE_S``.
 
-A waiter has no time-out of its own: a failure anywhere cancels every counter, and so does the run's
-watchdog. All threads and counters come from a ``Host``, which a test can replace by a scheduler
-that explores interleavings.
+``wait`` has no time-out: a failure anywhere cancels every counter, and so does the run's watchdog.
+All threads and counters come from a ``Host``, which a test can replace by a scheduler that explores
+interleavings.
 """
 
 from __future__ import annotations
@@ -33,26 +33,31 @@ from collections.abc import Callable
 from typing import Protocol
 
 WAKE_S = 0.2
-"""A waiter wakes this often: a Ctrl-C that arrives just before the sleep begins does not end it,
-and would otherwise be seen only after it."""
+"""The time in seconds after which a sleeping waiter wakes to look again.
+
+A Ctrl-C that arrives just before the sleep begins does not end the sleep, and Python handles it
+only
+after the sleep.
+"""
 
 
 class Cancelled(BaseException):
-    """The run has failed, or was closed by another thread. Never leaves the engine."""
+    """The run has failed or was closed by another thread; the exception never leaves the engine."""
 
 
 class ProgressCounter:
-    """A counter that only grows, by one writer at a time, and that any thread can wait for."""
+    """A counter that only grows, with one writer at a time, for which any thread can wait."""
 
     __slots__ = ("_cancelled", "_waiters", "count")
 
     def __init__(self) -> None:
         self.count = 0
-        self._waiters: dict[threading.Lock, int] = {}  # a held lock per waiter, to its count
+        # Each waiter's locked gate, and the count that the waiter waits for.
+        self._waiters: dict[threading.Lock, int] = {}
         self._cancelled = False
 
     def advance(self, count: int) -> None:
-        """Set the counter and wake whoever waits for no more than that."""
+        """Set the counter, and wake every thread that waits for at most ``count``."""
         self.count = count
         if self._waiters:
             self._wake(count)
@@ -64,15 +69,21 @@ class ProgressCounter:
             Cancelled: ``cancel`` was called before it did.
         """
         while self.count < count:
-            # An exception that a signal raised just before the sleep is seen between two.
+            # Python raises an exception of a signal handler between two sleeps, not within one.
             self.reaches(count, WAKE_S)
 
     def reaches(self, count: int, timeout_s: float) -> bool:
-        """The same, for one sleep of ``timeout_s`` at most; whether it has reached ``count``."""
+        """Sleep for at most ``timeout_s`` seconds, and return whether the count is reached.
+
+        Raises:
+            Cancelled: ``cancel`` was called, and the count is not reached.
+        """
         if self.count >= count:
             return True
         gate = threading.Lock()
         gate.acquire()
+        # Register first, then read ``count``; ``advance`` sets ``count`` first and then reads the
+        # waiters. In every interleaving one of the two sees the other, so no wake-up is lost.
         self._waiters[gate] = count
         try:
             if self.count < count and not self._cancelled:
@@ -84,7 +95,7 @@ class ProgressCounter:
         return self.count >= count
 
     def cancel(self) -> None:
-        """Wake everyone; whoever waits for a count not reached gets ``Cancelled``."""
+        """Wake all waiters; a waiter whose count is not reached raises ``Cancelled``."""
         self._cancelled = True
         self._wake(sys.maxsize)
 
@@ -93,14 +104,15 @@ class ProgressCounter:
             if target <= count:
                 try:
                     gate.release()
-                except RuntimeError:  # another thread has just woken it
+                except RuntimeError:
+                    # Another thread has just woken this waiter: its gate is released already.
                     continue
-                # Until it runs again, which may take long, further calls need not wake it.
+                # The waiter may take long to run again. Until then, further calls need not wake it.
                 self._waiters.pop(gate, None)
 
 
 class HostThread(Protocol):
-    """What the engine needs of a thread."""
+    """The interface of a thread that the engine needs."""
 
     @property
     def ident(self) -> int | None: ...
@@ -113,10 +125,11 @@ class HostThread(Protocol):
 class WorkerThread:
     """A daemon thread that starts when it is made.
 
-    An exception that a signal raises in the middle of ``threading.Thread.start`` or ``join`` leaves
-    a thread that runs and counts as ended, or is replaced by "release unlocked lock"; one that it
-    raises while a ``threading.Thread`` is deallocated is lost. So another thread, which gets no
-    signals, does the start, and the thread itself has the last reference to its object.
+    If a signal raises an exception in the middle of ``threading.Thread.start`` or ``join``, a
+    running thread may count as ended, or the exception is replaced by "release unlocked lock". An
+    exception raised while a ``threading.Thread`` is deallocated is lost. Therefore another thread,
+    which gets no signals, starts the thread, and the thread itself has the last reference to its
+    object.
     """
 
     def __init__(self, name: str, target: Callable[[], None]) -> None:
@@ -134,11 +147,11 @@ class WorkerThread:
             raise self._refused
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until its work is done, for no longer than ``timeout`` seconds."""
+        """Wait until the thread's work is done, for at most ``timeout`` seconds."""
         self._done.reaches(1, threading.TIMEOUT_MAX if timeout is None else timeout)
 
     def is_alive(self) -> bool:
-        """Whether its work is not done."""
+        """Return whether the thread's work is not done."""
         return self._done.count == 0
 
     def _start(self) -> None:
@@ -147,7 +160,8 @@ class WorkerThread:
             self._thread = None
             if thread is not None:
                 thread.start()
-        except RuntimeError as error:  # the system refuses one more
+        except RuntimeError as error:
+            # The system refuses another thread; the constructor raises this error.
             self._refused = error
         finally:
             self._started.advance(1)
@@ -157,17 +171,18 @@ class WorkerThread:
         try:
             self._target()
         finally:
-            del self._target  # it may refer to whoever has this thread
+            # The target may refer to the object that owns this thread.
+            del self._target
             self._done.advance(1)
 
 
 class Host:
-    """Threads and counters of the operating system."""
+    """A factory of threads and counters of the operating system."""
 
     def counter(self) -> ProgressCounter:
-        """A new counter at 0."""
+        """Return a new counter at 0."""
         return ProgressCounter()
 
     def start(self, name: str, target: Callable[[], None]) -> HostThread:
-        """Run ``target`` on a new thread, which does not keep the interpreter alive."""
+        """Run ``target`` on a new daemon thread, and return the thread."""
         return WorkerThread(name, target)

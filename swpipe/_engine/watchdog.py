@@ -1,20 +1,19 @@
-"""Detect that nothing moves, and report who waits for whom.
+"""The watchdog, which detects a stalled run and reports which lane waits for which.
 
-One thread per run looks where the lanes are, a few times per ``timeout_s``. When no lane has moved
-for that long while a call of the caller's is under way, the run fails with a ``StallError`` whose
-message names, for each thread group, the task that it is in or the dependence that it waits for,
-with all stacks. Time in which the process itself did not run (stopped by a signal, a paused
-container) does not count.
+One thread per run reads the positions of the lanes, a few times per ``timeout_s``. When no lane has
+moved for that long during a call, the run fails with a ``StallError``. Its message names, for each
+thread group, the task that it is in or the dependence that it waits for, with all stacks. Time in
+which the process itself did not run (stopped by a signal, a paused container) does not count.
 
     caller waits for another lane       woken through the counter that it waits for
     caller is inside a task             1. the report is written to standard error
                                         2. the thread is interrupted: SIGINT on the main thread, an
                                            asynchronous exception on another
-      and still is after ``GRACE_S``,   3. the process groups are aborted (NCCL's calls return)
+      still inside after ``GRACE_S``,   3. the process groups are aborted (NCCL's calls return)
       as one of several ranks           4. after ``GRACE_S`` more, the process exits with
                                            ``STALL_EXIT_CODE``, so that the other ranks end
 
-A caller that is no rank of several is not ended: nobody else waits for it.
+A process that is not one of several ranks is not ended: no other process waits for it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:
-    """``timeout_s``; ValueError if it is neither None nor a number of seconds above 0."""
+    """Return ``timeout_s``; raise ValueError if it is not None and not a number above 0."""
     number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     if timeout_s is None or (number and timeout_s > 0):
         return timeout_s
@@ -50,16 +49,16 @@ def checked_timeout(timeout_s: float | None) -> float | None:
 
 
 class Watchdog:
-    """Watches one run from a thread of its own until ``stop``.
+    """A thread that watches one run until ``stop``.
 
     Args:
-        run: What to watch.
-        timeout_s: After how many seconds without movement it fails; None for never.
-        caller: Gives the thread, by ``ident``, of the call that is under way; None if there is
-            none.
-        owner: A weak reference to whoever drives the run. Its finalizer ends the run; an exception
-            that a signal handler raises in a finalizer is lost, and the finalizer is cut short. So
-            the watchdog ends the run, too, and its own thread.
+        run: The run to watch.
+        timeout_s: The number of seconds without movement after which the run fails; None for no
+            limit.
+        caller: Returns the ``ident`` of the thread whose call is under way; None if there is none.
+        owner: A weak reference to the run's driver, whose finalizer ends the run. An exception that
+            a signal handler raises in a finalizer is lost and interrupts the finalizer. Therefore
+            the watchdog also ends the run, and its own thread, when the driver is gone.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Watchdog:
         self._thread: WorkerThread | None = None
 
     def start(self) -> None:
-        """Start to watch, unless nothing is to be reported ever."""
+        """Start to watch, if there is a time limit."""
         if self._timeout_s < math.inf:
             self._thread = WorkerThread("swpipe-watchdog", self._watch)
 
@@ -92,6 +91,9 @@ class Watchdog:
         interval_s = min(self._timeout_s / 5, 1.0)
         idle_s = 0.0
         last = time.monotonic()
+        # Idle time is summed over looks instead of measured from the last movement: one look adds
+        # at most twice its interval, so that a process that was stopped and continued is not taken
+        # for stalled.
         gone = 0
         while not self._stopped.reaches(1, interval_s):
             now = time.monotonic()
@@ -102,6 +104,7 @@ class Watchdog:
                 self._run.end()
                 return
             places = [(lane.period, lane.position) for lane in self._run.lanes]
+            # Between two calls nothing has to move: the user's code is running.
             if places != seen or not self._run.in_call:
                 seen = places
                 idle_s = 0.0
@@ -116,6 +119,7 @@ class Watchdog:
         error = StallError(
             f"{rank_prefix()}nothing has moved for {idle_s:.1f} s\n{self._report(caller)}"
         )
+        # Read both before ``stop``, which wakes the lanes and so changes their positions.
         inside = unmet(run, run.lanes[0]) is None
         place = (run.lanes[0].period, run.lanes[0].position)
         run.stalled = error
@@ -124,12 +128,15 @@ class Watchdog:
             return
         write_error(f"swpipe: StallError: {error}")
         if run.driver.pop("thread", None) is None:
-            return  # the call has just left
-        # The caller's own error gets its note when it is raised.
+            # The call is leaving by itself. Whoever removes the entry decides: an interrupt now
+            # would hit the user's code.
+            return
+        # A new error for the report: notes on ``error`` are added when the caller's thread raises
+        # it.
         end_thread(caller, StallError(str(error)), lambda: self._has_left(place))
 
     def _has_left(self, place: tuple[int, int]) -> bool:
-        """Whether the caller leaves the task within the grace."""
+        """Return whether the caller leaves the task within ``GRACE_S``."""
         for _ in range(20):
             lane = self._run.lanes[0]
             if self._stopped.reaches(1, GRACE_S / 20) or (lane.period, lane.position) != place:
@@ -152,7 +159,7 @@ class Watchdog:
 
 
 def unmet(run: Run, lane: LaneRunner) -> HostWait | None:
-    """The wait that the lane is in; None when it is inside a task."""
+    """Return the wait that the lane is in; None if the lane is inside a task."""
     for wait in lane.instruction.host_waits:
         other = run.worker(wait.lane, lane.period - wait.lag)
         if other.progress.count < (lane.period - wait.lag) * other.size + wait.position + 1:
@@ -168,7 +175,8 @@ def _doing(run: Run, lane: LaneRunner) -> str:
         if ins.task in SOURCES:
             number = run.iterations.first + lane.period
             return f"pulling the batch of iteration {number}, or waiting for the device"
-        task = run.engine.tasks.get(ins.task)  # None for <retire>
+        # ``<retire>`` has no task.
+        task = run.engine.tasks.get(ins.task)
         seeded = task is not None and task.random
         access = ", or waiting for access to the random number generators" if seeded else ""
         return f"inside {place}{access}"
@@ -179,7 +187,11 @@ def _doing(run: Run, lane: LaneRunner) -> str:
 
 
 def _place(run: Run, task: str, number: int) -> str:
-    """A task on an iteration of the run, from 0; there is none yet while the pipeline fills."""
+    """Return a text that names a task and its iteration.
+
+    ``number`` counts from 0 within the run.
+    """
+    # While the pipeline fills, a lane is at tasks whose iteration does not exist.
     if number < 0:
         return f"task {task!r}, before its first iteration,"
     return f"task {task!r} of iteration {run.iterations.first + number}"

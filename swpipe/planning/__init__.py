@@ -1,4 +1,4 @@
-"""Make plans: simulate, bound, search."""
+"""Planners: simulation of plans, lower bounds on the interval, and the search for a plan."""
 
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.auto import Choice, auto_plan

@@ -1,4 +1,4 @@
-"""Limits for planners."""
+"""Limits on the plans that a planner may return."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Limits:
     Attributes:
         in_flight: The most iterations in flight, 1 to 1,000; each holds a batch in memory.
         threads: The most thread groups, including the caller's; 1 to 1,000.
-        workers: The most threads of one group; 1 to 1,000. Costs do not say which tasks wait and
-            which compute: for those that compute, more than the machine has cores gain nothing.
-        frozen: Names of tasks that must be in the last stage, on the caller's thread, and on the
-            stream that they have; for example those that train, so that nothing is stale.
+        workers: The most threads of one group; 1 to 1,000. The cost model does not know which tasks
+            wait and which compute: for tasks that compute, more workers than cores gain nothing.
+        frozen: Names of tasks that must be in the last stage, on the caller's thread, and on their
+            present stream; for example the training tasks, so that nothing is stale.
         max_bytes: The most bytes that a plan may hold, by the simulator; None for no limit. The
             costs must have the tasks' memory.
 
     Raises:
         PlanError: A number is not an integer from 1 to 1,000, ``max_bytes`` is not an integer of 1
-            or more, or ``frozen`` has something that is neither a task nor a name.
+            or more, or ``frozen`` has an entry that is neither a task nor a name.
     """
 
     in_flight: int
@@ -45,7 +45,9 @@ class Limits:
         workers: int = 8,
         max_bytes: int | None = None,
     ) -> None:
+        # A single name is meant as one task, not as an iterable of letters.
         refs = (frozen,) if isinstance(frozen, str) else tuple(frozen)
+        # All problems are collected and raised at once, so that the user mends them in one go.
         problems = [
             Problem(f"the limit on {what} is {shown(value)}: give an integer from 1 to {_MOST}")
             for what, value in (
@@ -53,6 +55,7 @@ class Limits:
                 ("thread groups", threads),
                 ("workers", workers),
             )
+            # ``type`` and not ``isinstance``: True is not a number of threads.
             if type(value) is not int or not 1 <= value <= _MOST
         ]
         problems += [
@@ -65,6 +68,8 @@ class Limits:
             problems.append(Problem(f"max_bytes is {shown(max_bytes)}: {rule}"))
         if problems:
             raise PlanError(problems)
+        # The dataclass is frozen, so its fields are set past its own ``__setattr__``. It has its
+        # own ``__init__`` because ``frozen`` accepts tasks and stores names.
         object.__setattr__(self, "in_flight", in_flight)
         object.__setattr__(self, "threads", threads)
         object.__setattr__(self, "frozen", names_of(refs))
@@ -72,7 +77,7 @@ class Limits:
         object.__setattr__(self, "max_bytes", max_bytes)
 
     def check(self, plan: PipelinePlan) -> None:
-        """Raise PlanError with the frozen tasks that the plan does not have."""
+        """Raise PlanError if the limits freeze tasks that the plan does not have."""
         if unknown := [name for name in self.frozen if name not in plan.schedule]:
             rule = f"which the plan does not have (it has: {listed(plan.schedule)})"
             mend = "correct the name, or leave it out of frozen"

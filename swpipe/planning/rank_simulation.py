@@ -1,4 +1,4 @@
-r"""Simulates a plan on many ranks at once, whose times differ.
+r"""The simulation of a plan on many ranks at once, whose times differ.
 
 Each rank has the timed graph of the program (``planning.simulation.timed_graph``), and all of them
 are run together, node by node, on arrays with a place for each rank::
@@ -9,18 +9,20 @@ are run together, node by node, on arrays with a place for each rank::
       meets         305      305      305      ends when the slowest one has ended
     train i         ...
 
-A task that meets ends everywhere at the maximum, so that a rank that comes late delays all. Of a
-few ranks many groups are run side by side, to see as many slow iterations as of many ranks.
+A task that meets other ranks ends everywhere at the maximum, so that a late rank delays all ranks.
+For a small number of ranks, many groups are simulated side by side, so that as many slow iterations
+are seen as with many ranks.
 
-What has no fixed order in the timed graph (``contended``) is taken in the order of the program on
-all ranks; the interpreter lock is not simulated. The difference that this makes to one rank is
-added, so that the result is that of ``simulate`` where the ranks' times do not differ.
+Resources without a fixed order in the timed graph (``contended``) are granted in the order of the
+program on all ranks; the interpreter lock is not simulated. The difference that this makes to one
+rank is added, so that the result equals that of ``simulate`` if the ranks' times do not differ.
 
-**The floor.** Let a task m meet on a resource that serves one operation at a time. From the end of
-m on one iteration to its end on the next, each rank's resource does every task that uses it once,
-of whatever iteration. So no step is shorter than the mean, over iterations, of the maximum, over
-ranks, of the sum of their times. Tasks that dependences put between the two ends belong to the
-iteration before or after; the others may all be of different iterations, which evens them out most.
+**The floor.** Let a task m meet other ranks on a resource that serves one operation at a time. From
+the end of m on one iteration to its end on the next, the resource of each rank runs every task that
+uses it once, of whatever iteration. So no step is shorter than the mean over iterations of the
+maximum over ranks of the sum of these times. Tasks that dependences put between the two ends belong
+to the iteration before or after. The remaining tasks may all be of different iterations, which
+evens out their times most.
 """
 
 from __future__ import annotations
@@ -52,19 +54,22 @@ _Times: TypeAlias = NDArray[np.float64]
 
 _WARM_UP = 80
 _MEASURED = 240
-"""Iterations before those that are measured; 240 hold every pattern of up to 6, 8 or 10."""
+"""The number of iterations before the measured ones, and of measured ones.
+
+240 is a multiple of 1 to 6, 8 and 10: repeating patterns of these lengths are measured as a whole.
+"""
 
 _PLACES = 8_192
-"""In how many places at least times are drawn, for a mean that chance does not move."""
+"""The least number of places for which times are drawn, so that chance hardly moves the mean."""
 
 _SAMPLES = 2**17
-"""Times drawn for the floor."""
+"""The number of times drawn for the floor."""
 
 _SEED = 20_251
 
 
 def step_us(program: Program, costs: CostModel, ranks: Ranks) -> float:
-    """Return what a step takes on many ranks, without its parts: for searches."""
+    """Return the step on many ranks in microseconds, without its parts. Searches use it."""
     meeting = ranks.meeting(program.resolved.plan, costs)
     graph = timed_graph(program, costs, sampled=True)
     run = _Run(graph.limited(), ranks, frozenset(meeting))
@@ -73,7 +78,7 @@ def step_us(program: Program, costs: CostModel, ranks: Ranks) -> float:
 
 
 def rank_step(program: Program, costs: CostModel, ranks: Ranks) -> RankStep:
-    """Return what a step takes on many ranks, its parts and its floor.
+    """Return the step on many ranks, its parts and its floor.
 
     Raises:
         PlanError: As for ``Ranks.meeting``, or a task has no cost.
@@ -81,8 +86,12 @@ def rank_step(program: Program, costs: CostModel, ranks: Ranks) -> RankStep:
     plan = program.resolved.plan
     meeting = ranks.meeting(plan, costs)
     graph = timed_graph(program, costs, sampled=True)
+    # The exact interval of one rank. The simulation of ranks only adds differences to it.
     work_us = interval_of(graph).ii_us
     run = _Run(graph.limited(), ranks, frozenset(meeting))
+    # Three simulations separate the parts: equal times; times that differ without meetings (waiting
+    # for the rank's own input); times that differ with meetings (waiting for the slowest rank as
+    # well).
     certain = alone = together = run.step_us(differ=False, meet=True)
     if ranks.jitter or ranks.slow:
         alone = run.step_us(differ=True, meet=False)
@@ -107,11 +116,14 @@ class _Run:
     meeting: frozenset[str]
 
     def step_us(self, *, differ: bool, meet: bool) -> float:
-        """Return the mean step, of times that differ or not, and of ranks that meet or do not."""
+        """Return the mean step, with times that differ or not and with ranks that meet or not."""
         nodes = self.graph.nodes
         into = self._into
         far = 1 + max(lag for arcs in into for _, _, lag in arcs)
+        # The last axis is the ranks of a group; the first is groups side by side.
         shape = (max(1, _PLACES // self.ranks.number), self.ranks.number) if differ else (1, 1)
+        # A ring over periods, as long as the largest lag, so that memory does not grow with the
+        # run.
         ends = np.zeros((len(nodes), far, *shape))
         factors: dict[int, Mapping[str, _Times]] = {}
         last = _WARM_UP + _MEASURED
@@ -127,7 +139,8 @@ class _Run:
                     if period >= lag:
                         np.maximum(end, ends[tail, (period - lag) % far] + extra_us, out=end)
                 iteration = period - node.stage
-                if iteration < 0:  # before the first iteration nothing takes time, and nobody meets
+                # Before the first iteration no task takes time, and no ranks meet.
+                if iteration < 0:
                     continue
                 if iteration not in factors:
                     factors[iteration] = self._factors(iteration, shape) if differ else {}
@@ -143,7 +156,7 @@ class _Run:
         return (retired[last] - retired[first]) / _MEASURED
 
     def _factors(self, iteration: int, shape: tuple[int, int]) -> Mapping[str, _Times]:
-        """Return how many times as long each rank takes: "" for all tasks, or a slow one.
+        """Return the factors on each rank's times: "" for all tasks, and one for each slow task.
 
         Each iteration has a generator of its own, so that all plans meet the same slow batches.
         """
@@ -164,6 +177,8 @@ class _Run:
     def _meets(self) -> frozenset[int]:
         """The nodes at which ranks meet: on the device, if the task has work there."""
         graph = self.graph
+        # A task may have several nodes: host work, device work and a return. It meets at one of
+        # them only.
         devices = {*graph.device_of.values()}
         returns = {*graph.returns.values()}
         hosts = [k for k in range(len(graph.nodes)) if k not in devices | returns]
@@ -174,11 +189,12 @@ class _Run:
 
     @cached_property
     def _into(self) -> list[list[tuple[int, float, int]]]:
-        """Node to its arcs: tail, microseconds beyond the tail's own time, lag."""
+        """The arcs into each node: tail, microseconds beyond the tail's own time, and lag."""
         graph = self.graph
         latest: dict[tuple[int, int, int], int] = {}
         for tail, head, time, lag in (*graph.arcs, *self._rings()):
             extra = time - graph.nodes[tail].time
+            # Of parallel arcs only the longest counts.
             key = (tail, head, lag)
             latest[key] = max(extra, latest.get(key, extra))
         into: list[list[tuple[int, float, int]]] = [[] for _ in graph.nodes]
@@ -187,7 +203,7 @@ class _Run:
         return into
 
     def _rings(self) -> list[tuple[int, int, int, int]]:
-        """Return arcs that take what has no fixed order in that of the program."""
+        """Return arcs that put resources without a fixed order into the order of the program."""
         nodes = self.graph.nodes
         lines: dict[object, list[int]] = defaultdict(list)
         for k, node in enumerate(nodes):
@@ -201,7 +217,7 @@ class _Run:
 
     @cached_property
     def _order(self) -> list[int]:
-        """The nodes in an order that the arcs within a period allow."""
+        """The nodes in an order that agrees with the arcs within a period."""
         names = {str(k): (k,) for k in range(len(self.graph.nodes))}
         within = [
             (str(head), str(tail))
@@ -214,6 +230,8 @@ class _Run:
 
 def _lognormal(rng: np.random.Generator, jitter: float, shape: tuple[int, ...]) -> _Times:
     """Draw factors with a mean of 1 and a standard deviation of ``jitter``."""
+    # A lognormal variable with parameters mu and sigma has mean exp(mu + sigma^2 / 2), and a
+    # variation of sqrt(exp(sigma^2) - 1): mu = -sigma^2 / 2 gives mean 1.
     sigma = math.sqrt(math.log1p(jitter**2))
     return np.asarray(
         np.exp(rng.normal(-(sigma**2) / 2, sigma, shape)) if sigma else np.ones(shape)
@@ -224,7 +242,7 @@ def _lognormal(rng: np.random.Generator, jitter: float, shape: tuple[int, ...]) 
 
 
 def _floor_us(graph: ScheduleGraph, ranks: Ranks, meeting: Sequence[str]) -> float:
-    """Return a lower bound on the step of every plan; see the head of the module."""
+    """Return a lower bound on the step of every plan; the module's docstring derives it."""
     floor_us = bounds_of(graph, graph.size).ii_us
     if ranks.number == 1 or not (ranks.jitter or ranks.slow):
         return floor_us
@@ -233,7 +251,8 @@ def _floor_us(graph: ScheduleGraph, ranks: Ranks, meeting: Sequence[str]) -> flo
         operation = graph.size + v if graph.device_us[v] else v
         time_us = graph.device_us[v] or graph.launch_us[v]
         held = [graph.resources[each.resource] for each in graph.reservations[operation]]
-        # The lock is held for a part of a task only, and granted to whoever comes first.
+        # The lock is held for a part of a task only, and granted in the order of requests: no
+        # floor.
         for tasks in (*(graph.users[what] for what in held if what != LOCK), {v: time_us}):
             floor_us = max(floor_us, _longest_us(graph, ranks, v, tasks))
     return floor_us
@@ -250,11 +269,14 @@ def _longest_us(
     before, after = (_lognormal(rng, ranks.jitter, shape) for _ in range(2))
     total = np.zeros(shape)
     for v, time_us in tasks.items():
+        # Dependences tie the task to the iteration of the second meeting, so it has that factor.
         if v == meets or (back[v] == 0 and to[v] <= 1):
-            factor = after  # of the iteration whose meeting ends the time
+            factor = after
         elif to[v] == 0 and back[v] <= 1:
             factor = before
         else:
+            # No dependence ties it to either meeting: its iteration, and so its factor, is
+            # independent.
             factor = _lognormal(rng, ranks.jitter, shape) if time_us else before
         share, slower = ranks.slow.get(graph.names[v], (0.0, 1.0))
         total += time_us * factor * np.where(rng.random(shape) < share, slower, 1.0)
@@ -262,7 +284,7 @@ def _longest_us(
 
 
 def _distances(graph: ScheduleGraph, start: int, *, ahead: bool) -> Sequence[float]:
-    """Return the least distance of the dependences from a task to each other, or back to it."""
+    """Return the least dependence distance from a task to each task, or back from each to it."""
     found: list[Any] = [math.inf] * graph.size
     found[start] = 0
     for _ in range(graph.size):

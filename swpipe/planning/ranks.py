@@ -1,4 +1,4 @@
-"""Many ranks that meet in collectives: how their times differ, and what a step takes then."""
+"""Many ranks that meet in collectives: their differing times, and the step that results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swpipe.core.task import ByTask
 from swpipe.errors import PlanError, Problem
 
 MOST_RANKS = 65_536
-"""The most ranks that are simulated."""
+"""The largest number of ranks that is simulated."""
 
 _MOST_JITTER = 10.0
 _MOST_FACTOR = 1e6
@@ -22,18 +22,18 @@ _MOST_FACTOR = 1e6
 @suggests_keywords
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """How many ranks a job has, and how their times differ from the costs.
+    """The ranks of a job, and how their times differ from the costs.
 
-    Tasks that are globally ordered meet those of the other ranks, and so do tasks that hold one of
-    ``links``: such a task ends on all ranks when it has ended on the slowest one.
+    Tasks that are globally ordered meet those of other ranks, and so do tasks that hold one of
+    ``links``: a task that meets ends on all ranks when it has ended on the slowest rank.
 
     Attributes:
-        number: How many ranks there are; 1 to 65,536.
-        jitter: The standard deviation of a rank's times from one iteration to the next, as a part
-            of their mean: 0.05 is 5%. In one iteration all of a rank's tasks are faster or slower
-            by the same factor, which is lognormal.
-        slow: Task, or ``"<pull>"``, to (share, factor): in such a share of a rank's iterations it
-            takes so many times as long.
+        number: The number of ranks; 1 to 65,536.
+        jitter: The standard deviation of a rank's times from one iteration to the next, as a
+            fraction of their mean: 0.05 is 5%. In one iteration all of a rank's tasks are faster or
+            slower by the same factor, which is lognormal.
+        slow: For a task, or ``"<pull>"``, a pair (share, factor): in this share of a rank's
+            iterations the task takes ``factor`` times as long.
         links: Names of resources in ``TaskCost.resources`` that join the ranks, such as a
             communicator whose tasks are not globally ordered.
 
@@ -51,6 +51,7 @@ class Ranks:
         problems = [*self._faults()]
         if problems:
             raise PlanError(problems)
+        # The dataclass is frozen; the fields are replaced by copies that the caller cannot change.
         object.__setattr__(self, "slow", ByTask(self.slow))
         object.__setattr__(self, "links", tuple(self.links))
 
@@ -63,7 +64,10 @@ class Ranks:
         if not _is_within(self.jitter, 0, _MOST_JITTER):
             rule = f"give a part of the mean from 0 to {_MOST_JITTER:g}, such as 0.05 for 5%"
             yield Problem(f"jitter is {shown(self.jitter)}: {rule}")
+        # Values come from the user, so nothing is assumed of their types.
         slow: object = self.slow
+        # A wrong type is reported as a problem beside the others, instead of failing in the loop
+        # below.
         if not isinstance(slow, Mapping):
             yield Problem(f'slow is {shown(slow)}: write {{"read": (share, factor)}}')
         else:
@@ -83,8 +87,8 @@ class Ranks:
         """Return the tasks of a plan that meet those of other ranks.
 
         Raises:
-            PlanError: ``slow`` has a task that the plan does not have, or ``links`` a resource that
-                no cost has; or the ranks' times differ, and no task meets.
+            PlanError: ``slow`` has a task that the plan does not have, or ``links`` has a resource
+                that no cost has; or the ranks' times differ and no task meets other ranks.
         """
         problems = [
             Problem(
@@ -94,6 +98,7 @@ class Ranks:
             for name in self.slow
             if name not in plan.schedule and name != PULL
         ]
+        # Resources come from the costs, since a plan does not name any.
         held = {name: set(cost.resources) for name, cost in costs.of(plan.schedule).items()}
         known = set().union(*held.values())
         problems += [
@@ -105,7 +110,9 @@ class Ranks:
             if link not in known
         ]
         ordered = {name for name, entry in plan.schedule.items() if entry.globally_ordered}
+        # In the order of the schedule, so that the result does not depend on the order of a set.
         found = [name for name in held if name in ordered or held[name] & {*self.links}]
+        # Ranks that never meet do not wait for each other: to simulate them would be a mistake.
         if not found and (self.jitter or self.slow):
             problems.append(
                 Problem(
@@ -121,15 +128,15 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """A step of a plan on many ranks; microseconds per iteration.
+    """The step of a plan on many ranks, in microseconds per iteration.
 
     Attributes:
         ranks: The ranks.
-        step_us: The mean step.
-        work_us: Of it, what one rank takes whose times never differ.
-        input_us: What a rank alone takes more, with its own jitter and its own slow iterations.
-        slowest_us: What it takes more since it waits for the slowest rank.
-        floor_us: No plan for these tasks has a shorter step on so many ranks.
+        step_us: The mean step, which is the sum of the three parts.
+        work_us: The step of a single rank whose times never differ.
+        input_us: The additional time of a single rank with jitter and slow iterations.
+        slowest_us: The additional time of waiting for the slowest rank.
+        floor_us: A lower bound on the step of every plan for these tasks on these ranks.
     """
 
     ranks: Ranks
@@ -141,11 +148,11 @@ class RankStep:
 
     @property
     def gap(self) -> float:
-        """How far the step is above the floor; 0.01 is 1%."""
+        """The relative distance of the step from the floor; 0.01 is 1%."""
         return max(0.0, self.step_us / self.floor_us - 1) if self.floor_us else 0.0
 
     def format(self) -> str:
-        """Return the step, its parts and the floor, in a sentence."""
+        """Return a sentence with the step, its parts and the floor."""
         return (
             f"On {self.ranks.number:,} ranks an iteration takes {in_ms(self.step_us)}: "
             f"{in_ms(self.work_us)} as one rank, {in_ms(self.input_us)} waiting for input, "
@@ -155,6 +162,8 @@ class RankStep:
 
 
 def _is_within(value: object, least: float, most: float) -> bool:
+    # A bool is an int to Python, but not a number that a user means.
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return least <= value <= most  # never true of nan
+    # The comparison is False for nan.
+    return least <= value <= most

@@ -1,1 +1,1 @@
-"""Planning by modulo scheduling, and proofs of how good the plans are."""
+"""Planning by modulo scheduling, with lower bounds that show how good a plan is."""

@@ -1,21 +1,22 @@
 """Simulated annealing over modulo schedules, with restarts.
 
-A move that makes the schedule better is taken; one that makes it worse is taken with a probability
-that falls with the temperature. The limit on the cost is drawn before the cost is estimated, so
-that an estimate can be given up when it is above. Most moves begin with a critical task: one that
-sets the interval, or that such a task waits for. No other move can shorten it.
+A move that makes the schedule better is accepted. A move that makes it worse is accepted with a
+probability that falls with the temperature. The limit on the cost is drawn before the cost is
+estimated, so that an estimate can stop as soon as it exceeds the limit. Most moves begin with a
+critical task: a task that sets the interval, or that a critical task waits for. No other move can
+shorten the interval.
 
-Runs start from simple schedules and from the incumbent, by turns. Every other run starts with tasks
-distributed to threads at random, and leaves them there: threads that are to be busy nearly all the
-time are hardly ever found by moving one task or two.
+Runs start alternately from simple schedules and from the incumbent, the best schedule so far. Every
+other run starts with a random distribution of tasks to threads, and keeps it: moves of one or two
+tasks hardly ever find threads that are busy nearly all the time.
 
-The cost is an estimate. When it promises a better interval than that of the incumbent, the best
-schedule so far, the simulator is asked. It takes much longer; so it is asked at the end of a run
-instead where it has had its share of the time.
+The cost is an estimate. If it promises a better interval than that of the incumbent, the schedule
+is simulated. A simulation takes much longer, so it is put off to the end of the run if simulations
+have had their share of the time.
 
 Sources: S. Kirkpatrick, C. D. Gelatt, M. P. Vecchi, "Optimization by simulated annealing" (Science
-220, 1983); that moves should begin on the critical path is from E. Nowicki and C. Smutnicki, "A
-fast taboo search algorithm for the job shop problem" (Management Science 42, 1996).
+220, 1983); E. Nowicki and C. Smutnicki, "A fast taboo search algorithm for the job shop problem"
+(Management Science 42, 1996), for moves that begin on the critical path.
 """
 
 from __future__ import annotations
@@ -32,34 +33,37 @@ from swpipe.planning.modulo.schedule_graph import TOLERANCE
 from swpipe.planning.modulo.starts import distributed
 
 _MOVES_PER_TASK = 24
-"""Moves of a run."""
+"""The number of moves in a run, per task."""
 
 _FIRST_TEMPERATURE = 0.5
 _LAST_TEMPERATURE = 0.042
-"""How much worse a move may be: on average this fraction of the cost, over the number of tasks."""
+"""The average accepted increase in cost, as a fraction of the cost, times the number of tasks."""
 
 _CRITICAL = 0.8
 """The probability that a move begins with a critical task."""
 
 _DISTRIBUTIONS = 64
-"""So many distributions of the tasks to threads are drawn before a run; the best is taken."""
+"""The number of random distributions of tasks to threads that are drawn before a run.
+
+The run starts with the best of them, by estimate.
+"""
 
 _SIMULATION = 45
-"""A simulation takes as long as so many estimates."""
+"""The time of a simulation, in estimates."""
 
 
 class Annealer:
-    """Anneals schedules of one loop.
+    """A search by simulated annealing over the schedules of one loop.
 
     Args:
-        estimator: Of the loop, its threads and its depth.
-        simulate: The interval of a schedule, as the simulator has it, if it is below the second
-            argument; else anything that is not below it.
-        goal_us: An interval that ends the search.
+        estimator: The estimator for the loop, its threads and its depth.
+        simulate: Returns the simulated interval of a schedule, if it is below the second argument;
+            else any value that is not below it.
+        goal_us: The interval in microseconds that ends the search.
 
     Attributes:
         incumbent: The best schedule simulated so far.
-        ii_us: Its interval.
+        ii_us: The interval of the incumbent, in microseconds.
         work: How many operations were estimated so far; a simulation counts as many estimates.
     """
 
@@ -75,6 +79,7 @@ class Annealer:
         self._estimator = estimator
         self._simulate = simulate
         self._goal_us = goal_us
+        # A fixed seed for each pair of limits: the same input gives the same plan.
         self._rng = random.Random(1_000 * estimator.threads + estimator.depth)
         self._graph = estimator.graph
         self._operations = self._graph.size * (2 if self._graph.streams else 1)
@@ -89,9 +94,11 @@ class Annealer:
         return self.ii_us <= self._goal_us * (1 + TOLERANCE)
 
     def search(self, starts: Sequence[ModuloSchedule], work: float) -> None:
-        """Run again and again, until the goal is reached or so much work is done."""
+        """Repeat annealing runs until the goal is reached or ``work`` operations are estimated."""
         number = 0
         while starts and not self.done and self.work < work:
+            # Four runs for each start: two from the start, two from the incumbent; each once with
+            # the given threads and once with random ones.
             start = starts[number // 4 % len(starts)]
             if number % 4 > 1 and self.incumbent is not None:
                 start = self.incumbent
@@ -102,12 +109,13 @@ class Annealer:
             number += 1
 
     def run(self, start: ModuloSchedule, work: float, *, to_threads: bool = True) -> None:
-        """One run of annealing, from high temperature to low; or until ``work`` is done in all."""
+        """Run one annealing from high to low temperature, or until ``work`` is done in all."""
         graph = self._graph
         estimator = self._estimator
         random = self._rng.random
         moves = _MOVES_PER_TASK * graph.size
         temperature = _FIRST_TEMPERATURE / graph.size
+        # Geometric cooling: after ``moves`` moves the temperature is the last one.
         cooling = (_LAST_TEMPERATURE / _FIRST_TEMPERATURE) ** (1 / moves)
         here = MovableSchedule(graph, start, estimator.threads, estimator.depth, random)
         cost = self._cost(here, math.inf)
@@ -116,12 +124,15 @@ class Annealer:
             if self.done or self.work >= work:
                 break
             temperature *= cooling
+            # Metropolis: a cost c is accepted with probability exp(-(c / cost - 1) / temperature).
+            # Drawing the limit first is the same, and lets the estimate stop early.
             limit = cost * (1 - temperature * math.log(1 - random()))
             tasks = critical if random() < _CRITICAL else range(graph.size)
             self.work += 1
             moved = here.move(tasks[int(random() * len(tasks))], to_threads=to_threads)
             new = self._cost(here, limit) if moved else math.inf
-            if not moved or new > limit:  # the limit is infinite after a schedule that is refused
+            # After a start without a valid estimate the cost is infinite, and so is the limit.
+            if not moved or new > limit:
                 here.undo()
                 continue
             here.keep()
@@ -131,13 +142,15 @@ class Annealer:
             self._ask(self._waiting)
 
     def _cost(self, here: MovableSchedule, limit: float) -> float:
-        """The estimated cost; and what the estimate promises too much, where that is known."""
+        """Return the estimated cost, plus the known error of the estimate if it was simulated."""
         estimator = self._estimator
         self.work += self._operations
         cost = estimator.cost(here.order, here.thread, here.stage, limit)
         if cost > limit or estimator.ii_us >= self._best_estimate_us * (1 - TOLERANCE):
             return cost
         estimate_us = estimator.ii_us
+        # Simulations get at most half of the work. The last schedule that was put off is simulated
+        # when the run ends.
         if 2 * self._simulating > self.work:
             self._waiting = here.schedule
             self._best_estimate_us = estimate_us
@@ -145,7 +158,7 @@ class Annealer:
         return cost + max(0.0, self._ask(here.schedule) - estimate_us)
 
     def _ask(self, schedule: ModuloSchedule) -> float:
-        """The interval as the simulator has it; a better one makes a new incumbent."""
+        """Return the simulated interval; a better one makes the schedule the incumbent."""
         if schedule not in self._answers:
             self._simulating += _SIMULATION * self._operations
             self.work += _SIMULATION * self._operations
@@ -159,7 +172,7 @@ class Annealer:
         return ii_us
 
     def _distributed(self, start: ModuloSchedule) -> ModuloSchedule:
-        """The best of many distributions of the tasks to threads, by their estimate."""
+        """Return the start with the best of many random distributions of tasks to threads."""
         graph = self._graph
         estimator = self._estimator
         best = start
@@ -167,7 +180,9 @@ class Annealer:
         for _ in range(_DISTRIBUTIONS):
             self.work += graph.size // 4
             most_us = self.ii_us
-            if most_us < math.inf:  # with less work on each thread than would do to be better
+            # A thread with more work than the incumbent's interval cannot lead to a better one. Ask
+            # for still less at random, down to the middle between the interval and the goal.
+            if most_us < math.inf:
                 most_us -= 0.5 * self._rng.random() * (most_us - self._goal_us)
             thread = distributed(graph, estimator.threads, most_us, self._rng.random)
             if thread is not None:

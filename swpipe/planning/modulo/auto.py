@@ -1,4 +1,4 @@
-"""The planner to use: the least interval, then the least ahead, then the fewest threads."""
+"""The automatic planner: the shortest interval, then the least depth, then the fewest threads."""
 
 from __future__ import annotations
 
@@ -36,23 +36,24 @@ from swpipe.planning.simulation.interval import interval_us
 from swpipe.planning.simulation.simulator import peak_of
 
 PULL_GROUP = "loader"
-"""The thread group that pulls batches, where a planner adds one."""
+"""The name of the thread group that pulls batches, if the planner adds one."""
 
 MOST_TASKS = 1_000
-"""The most tasks that are planned."""
+"""The largest number of tasks that can be planned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A plan, and why it is this one.
+    """A plan, and the reasons for it.
 
     Attributes:
-        plan: The plan that was chosen.
+        plan: The chosen plan.
         ii_us: The interval that the simulator predicts for it, in microseconds.
-        bounds: What no plan within the limits can beat.
-        why: In words, a sentence each: what limits the interval, what each thread earned, what the
+        bounds: Lower bounds on the interval of every plan within the limits.
+        why: A sentence for each reason: what limits the interval, how much each thread saves, what
+            the
             depth is for.
-        ranks: The step on many ranks, where they are given.
+        ranks: The step on many ranks; None if no ranks were given.
     """
 
     plan: PipelinePlan
@@ -63,21 +64,21 @@ class Choice:
 
     @property
     def in_flight(self) -> int:
-        """Iterations in flight: the plan's depth."""
+        """The number of iterations in flight, which is the plan's depth."""
         return self.plan.depth
 
     @property
     def threads(self) -> int:
-        """Threads, the caller's counted."""
+        """The number of threads, including the caller's."""
         return self.plan.threads
 
     @property
     def gap(self) -> float:
-        """How far the interval is above the lower bound; 0.01 is 1%."""
+        """The relative distance of the interval from the lower bound; 0.01 is 1%."""
         return self.ii_us / self.bounds.ii_us - 1 if self.bounds.ii_us else 0.0
 
     def format(self) -> str:
-        """A head line, and the reasons."""
+        """Return a head line and the reasons, one per line."""
         head = (
             f"{in_ms(self.ii_us)} per iteration, {counted(self.in_flight, 'iteration')} in flight, "
             f"{counted(self.threads, 'thread')}"
@@ -99,34 +100,36 @@ def auto_plan(
 ) -> Choice:
     """Plan a loop by modulo scheduling.
 
-    Stages, thread groups, order and depth are chosen; and ``run_ahead``, if ``plan`` does not say
-    it and more than the default makes iterations shorter. Dependences, streams, global order and
-    ``stale`` and ``newer`` stay as they are. A pair of ``same_period_deps`` keeps the distance that
-    the stages of ``plan`` give it. Where ``costs`` has a cost of ``PULL`` and it makes iterations
-    shorter, a thread group of its own pulls the batches: the loader must use nothing that the tasks
-    change. Where a thread is always busy, and ``effects`` let its tasks run on several iterations
-    at once, it gets as many workers as make iterations shorter.
+    The planner chooses stages, thread groups, order and depth. It also chooses ``run_ahead``, if
+    ``plan`` does not set it and more than the default makes iterations shorter. Dependences,
+    streams, global order and ``stale`` and ``newer`` stay as they are. A pair of
+    ``same_period_deps`` keeps the distance that the stages of ``plan`` give it. If ``costs`` has a
+    cost of ``PULL``, a thread group of its own pulls the batches where that makes iterations
+    shorter: the loader must use nothing that the tasks change. A thread that is always busy gets
+    more workers as long as they make iterations shorter, if ``effects`` let its tasks run on
+    several iterations at once.
 
     Args:
-        plan: Carries the tasks' names, dependences, streams and global order. Its own stages,
-            groups, order and depth count for nothing else.
+        plan: The tasks' names, dependences, streams and global order. Its stages, groups, order and
+            depth have no other influence.
         costs: A cost for each task.
-        limits: What to keep to; None for ``Limits()``. Under ``max_bytes`` the search is repeated
-            for fewer iterations in flight, until a plan fits; less ``run_ahead`` is tried before
-            less depth.
+        limits: Limits on the plan; None for ``Limits()``. Under ``max_bytes`` the search is
+            repeated for fewer iterations in flight, until a plan fits; less ``run_ahead`` is tried
+            before less depth.
         streams: Whether the device has streams; False for a CPU.
-        effects: What the tasks touch, where it is known: the plan found must keep its order. Tasks
-            that touch what the loop's body may touch stay with it, as if ``limits`` froze them;
-            with a loader that may touch what tasks or the body do, one iteration is in flight. It
-            may if the table has no entry ``"<pull>"``.
-        effort: How long to search where the lower bound is not reached: 1 takes about a second for
-            14 tasks, ten for 200 and a minute for 1,000.
-        body: The loop has a body, as with ``iterate()`` and ``progress()``; False for ``run()``.
-        slack: The interval may be longer by this fraction where tasks of one stage then share a
+        effects: The effects of the tasks, if known: the plan found must keep their order. Tasks
+            that share a location with the loop's body stay with it, as if ``limits`` froze them. If
+            the loader shares one with the tasks or the body, one iteration is in flight. A table
+            without the entry ``"<pull>"`` means that the loader may touch everything.
+        effort: The length of the search if the lower bound is not reached: 1 takes about a second
+            for 14 tasks, ten seconds for 200 and a minute for 1,000.
+        body: Whether the loop has a body, as with ``iterate()`` and ``progress()``; False for
+            ``run()``.
+        slack: The fraction by which the interval may be longer if tasks of one stage then share a
             thread; 0.01 is 1%.
-        ranks: Plan for so many ranks: batches are then made as far ahead of the first task that
-            meets other ranks, and the host may run as far ahead of the device, as makes their
-            step shorter. ``ii_us`` and ``bounds`` remain those of one rank.
+        ranks: Ranks to plan for: batches are made ahead of the first task that meets other ranks,
+            and the host runs ahead of the device, as far as this makes the step of the ranks
+            shorter. ``ii_us`` and ``bounds`` remain those of one rank.
 
     Raises:
         ValueError: ``effort`` is not above 0.
@@ -146,12 +149,15 @@ def auto_plan(
         ranks.meeting(plan, costs)
     why: list[str] = []
     if effects is not None:
+        # An undeclared loader or body is taken to touch everything that any task touches.
         effects = with_the_others(effects, anything(effects.values()), apart=False, body=body)
         limits, why = beside_the_others(limits, effects)
     if limits.max_bytes is not None and costs.memory is None:
         mend = "give CostModel(memory=measure_memory(tasks, batches))"
         raise PlanError([Problem(f"max_bytes needs what the tasks hold: {mend}")])
 
+    # The order of the three steps matters: memory restricts the depth, and input slack for ranks is
+    # added to a plan that fits.
     planner = _Planner(plan, costs, limits, streams, effects, effort, slack)
     best = planner.best()
     if limits.max_bytes is not None:
@@ -166,7 +172,7 @@ def auto_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Planner:
-    """Plans a loop; the fields are those arguments of ``auto_plan``."""
+    """The planner of a loop; its fields are the arguments of ``auto_plan``."""
 
     plan: PipelinePlan
     costs: CostModel
@@ -177,14 +183,19 @@ class _Planner:
     slack: float
 
     def best(self) -> Choice:
-        """The plan found, with the pull on the caller's thread or on one of its own."""
+        """Return the best plan found.
+
+        The pull is on the caller's thread or, if that is faster, in a group of its own.
+        """
         best = self._choice()
         pull = self.costs.tasks.get(PULL, TaskCost())
+        # A group that pulls needs a second thread and a second iteration in flight.
         apart = self.plan.pull_group is None and min(self.limits.threads, self.limits.in_flight) > 1
         if apart and pull.host_us:
             other = replace(self.plan, pull_group=PULL_GROUP, pipeline_depth=None)
             found = replace(self, plan=other)._choice()
             saved_us = best.ii_us - found.ii_us
+            # Equal intervals go to the plan with one thread less.
             if saved_us > TOLERANCE * best.ii_us:
                 words = (
                     f"Batches are pulled on a thread of their own, which earns {in_ms(saved_us)}."
@@ -193,7 +204,7 @@ class _Planner:
         return best if self.effects is None else self._by_workers(best, self.effects)
 
     def _by_workers(self, best: Choice, effects: EffectTable) -> Choice:
-        """The plan with one more worker, again and again, in each group that is always busy."""
+        """Return the plan with more workers in busy groups, while each worker makes it faster."""
         found = best
         limits = self.limits
         host_us = {n: c.total_us for n, c in self.costs.of(best.plan.schedule).items()}
@@ -202,8 +213,12 @@ class _Planner:
             for name, entry in found.plan.schedule.items():
                 group = entry.thread_group
                 load[group] = load.get(group, 0.0) + host_us[name] / entry.workers
+            # Greedy, one worker at a time: only a group that is busy for the whole interval can
+            # limit it.
             busy = {group for group, us in load.items() if us >= found.ii_us * (1 - TOLERANCE)}
             for plan in _with_one_more(found.plan, busy) if busy else ():
+                # More workers may need a greater depth, and may change the order that effects
+                # require.
                 fits = plan.depth <= limits.in_flight and plan.most_workers <= limits.workers
                 if fits and _keeps(plan, effects, self.streams):
                     ii_us = interval_us(plan, self.costs, streams=self.streams)
@@ -222,10 +237,12 @@ class _Planner:
         return replace(found, bounds=bounds, why=(_above(found.ii_us, bounds), *best.why[1:], why))
 
     def _choice(self) -> Choice:
-        """The plan found, with the pull on the thread group that ``plan`` gives it."""
+        """Return the best plan found, with the pull in the thread group that ``plan`` gives it."""
         plan = self.plan
         limits = self.limits
-        if plan.pull_group is not None:  # beside the thread that pulls, one iteration ahead
+        # The group that pulls takes one thread, and the batch that it pulls ahead is one iteration
+        # in flight.
+        if plan.pull_group is not None:
             if min(limits.threads, limits.in_flight) == 1:
                 text = (
                     f"pull_group {plan.pull_group!r} is a second thread group, and pulls a second "
@@ -235,11 +252,14 @@ class _Planner:
                 raise PlanError([Problem(text)])
             limits = replace(limits, in_flight=limits.in_flight - 1, threads=limits.threads - 1)
         graph = schedule_graph(validate(plan), self.costs, limits, streams=self.streams)
+        # First rule out limits without any plan, so that the search always has one to begin with.
         _admits(graph, limits)
         search = Search(plan, self.costs, graph, self.effort)
         least = search.together(_least(search, limits), self.slack)
         best = search.further_ahead(least)
         chooses_ahead = plan.run_ahead is None and graph.run_ahead is not None
+        # A bound for the plan that was found must also hold for the largest ``run_ahead`` that was
+        # tried.
         freest = replace(graph, run_ahead=MOST_AHEAD) if chooses_ahead else graph
         bounds = bounds_of(freest, limits.threads, limits.in_flight)
         why = _why(best, bounds, search)
@@ -251,16 +271,16 @@ class _Planner:
         return Choice(best.plan, best.ii_us, bounds, tuple(why))
 
     def fitting(self, free: Choice, max_bytes: int) -> Choice:
-        """The fastest plan found that holds ``max_bytes`` at most, by the simulator.
+        """Return the fastest plan found that holds at most ``max_bytes``, by the simulator.
 
-        The plans that are fastest under each number of iterations in flight are looked at, the most
-        first: as they are, and with less ``run_ahead`` and depth. A plan of fewer iterations in
-        flight is no faster than one of more in which those are allowed, so the search ends where it
-        has one that fits.
+        The fastest plan for each number of iterations in flight is tried, from the largest number
+        to the smallest: unchanged, and with less ``run_ahead`` and depth. A plan with fewer
+        iterations in flight is not faster than one with more, so the search ends soon after the
+        first plan that fits.
 
         Args:
-            free: The fastest plan found, whatever it holds.
-            max_bytes: The limit.
+            free: The fastest plan found without a limit on memory.
+            max_bytes: The limit in bytes.
 
         Raises:
             PlanError: No plan was found that fits; the message has the smallest peak.
@@ -278,7 +298,9 @@ class _Planner:
                     ii_us = interval_us(plan, self.costs, streams=self.streams)
                     best = min(best or (ii_us, plan), (ii_us, plan), key=lambda one: one[0])
                     if plan.run_ahead == found.plan.run_ahead:
-                        break  # else one of less depth that may run ahead can be faster
+                        # If the plan keeps its whole ``run_ahead``, no smaller plan is faster.
+                        # Otherwise a plan of less depth that keeps it may be.
+                        break
         if best is None:
             text = (
                 f"no plan was found that holds max_bytes of {in_bytes(max_bytes)} at most; the "
@@ -294,8 +316,9 @@ class _Planner:
         return replace(free, plan=best[1], ii_us=best[0], why=(*known, why))
 
     def for_ranks(self, free: Choice, ranks: Ranks) -> Choice:
-        """Return the plan found with the input slack that many ranks need."""
+        """Return the given plan with the input slack that many ranks need."""
 
+        # Slack adds iterations in flight, so order and memory have to be checked again.
         def allowed(plan: PipelinePlan) -> bool:
             if self.effects is not None and not _keeps(plan, self.effects, self.streams):
                 return False
@@ -313,21 +336,27 @@ class _Planner:
             allowed=allowed,
         )
         program = compile_plan(resolve_plan(found.plan), streams=self.streams)
+        # The search compares steps only; the parts and the floor are computed once, for the final
+        # plan.
         step = rank_step(program, self.costs, ranks)
         reasons = (*free.why, step.format(), why)
         return replace(free, plan=found.plan, ii_us=step.work_us, why=reasons, ranks=step)
 
     def _of_less_depth(self, free: Choice) -> Iterator[Choice]:
         yield free
+        # The last attempt is the serial plan: one iteration on one thread.
         depths = range(free.in_flight - 1, 0, -1)
         fewer = [replace(self.limits, in_flight=depth) for depth in depths]
         for limits in (*fewer, replace(self.limits, in_flight=1, threads=1)):
-            with suppress(PlanError):  # so few are not admitted
+            # The limits may admit no plan with so few iterations in flight.
+            with suppress(PlanError):
                 yield replace(self, limits=limits).best()
 
 
 def _with_one_more(plan: PipelinePlan, groups: Set[str]) -> Iterator[PipelinePlan]:
-    """Plans with one more worker in some groups, whose tasks then have one stage each."""
+    """Yield plans with one more worker in some groups, whose tasks then share one stage each."""
+    # Workers take turns by iteration, so all tasks of their group work on the same iteration in a
+    # period: either the latest stage or the earliest is tried for all of them.
     for pick in (max, min):
         schedule = dict(plan.schedule)
         for group in groups:
@@ -340,7 +369,7 @@ def _with_one_more(plan: PipelinePlan, groups: Set[str]) -> Iterator[PipelinePla
 
 
 def _keeps(plan: PipelinePlan, effects: EffectTable, streams: bool) -> bool:
-    """Whether a plan can run, and keeps the serial order wherever it matters."""
+    """Return whether a plan can run and keeps the serial order wherever the order matters."""
     try:
         before = HappensBefore.of(validate(plan), streams=streams)
     except PlanError:
@@ -349,7 +378,7 @@ def _keeps(plan: PipelinePlan, effects: EffectTable, streams: bool) -> bool:
 
 
 def shared_with_body(found: Iterable[Conflict]) -> dict[str, set[Location]]:
-    """Task to the places that the loop's body may touch, too: it stays with the body."""
+    """Return the locations that each task shares with the loop's body; these tasks stay with it."""
     shared: dict[str, set[Location]] = {}
     for each in found:
         if each.consumer == BODY and each.producer not in OTHERS and each.place != DRAWS:
@@ -358,15 +387,17 @@ def shared_with_body(found: Iterable[Conflict]) -> dict[str, set[Location]]:
 
 
 def beside_the_others(limits: Limits, effects: EffectTable) -> tuple[Limits, list[str]]:
-    """The limits, with what the loop's body may touch kept beside it, and a sentence on each.
+    """Return limits that keep tasks which share state with the body in its stage, and the reasons.
 
     Args:
-        limits: The limits.
-        effects: Of the tasks, of the loader and, if there is one, of the body.
+        limits: The limits given.
+        effects: The effects of the tasks, of the loader and, if there is one, of the body.
     """
     found = conflicts(effects)
     shared = shared_with_body(found)
+    # A conflict of the pull with another consumer or producer forbids that it runs ahead of them.
     pulls_in_turn = any(PULL in each[:2] and each.consumer != each.producer for each in found)
+    # Undeclared tasks need a declaration; declared ones share a named state. The advice differs.
     silent = [name for name in shared if effects[name].undeclared]
     why = []
     named = [name for name in shared if name not in silent]
@@ -393,8 +424,10 @@ def beside_the_others(limits: Limits, effects: EffectTable) -> tuple[Limits, lis
 
 
 def _least(search: Search, limits: Limits) -> FoundPlan:
-    """The least interval; then the least depth for it; then the fewest threads."""
+    """Return the plan of the least interval; among equals, of the least depth, then threads."""
     best = search.best(limits.threads, limits.in_flight)
+    # Tighten one limit at a time: first the depth, since each iteration in flight holds a batch in
+    # memory, then the threads.
     while best.depth > 1 and (found := _beating(best, search, limits.threads, best.depth - 1)):
         best = found
     for threads in range(1, best.schedule.threads):
@@ -404,7 +437,8 @@ def _least(search: Search, limits: Limits) -> FoundPlan:
 
 
 def _beating(best: FoundPlan, search: Search, threads: int, depth: int) -> FoundPlan | None:
-    """What beats the best plan under tighter limits, if that is found."""
+    """Return a plan found under tighter limits that beats the best plan, or None."""
+    # The bound is cheap, and often proves that the limits are too tight.
     if search.bound_us(threads, depth) > best.ii_us * (1 + TOLERANCE):
         return None
     found = search.reach(best.ii_us, threads, depth, share=0.5)
@@ -412,11 +446,11 @@ def _beating(best: FoundPlan, search: Search, threads: int, depth: int) -> Found
 
 
 def _admits(graph: ScheduleGraph, limits: Limits) -> None:
-    """Refuse limits under which no plan exists: pairs that reach into later iterations.
+    """Refuse limits that admit no plan, because pairs reach into later iterations.
 
-    Such a consumer is in a later stage than its producer; so no frozen task, which is in the last
-    stage, may come before it. Otherwise a cycle of the graph has no distance, and no interval is
-    long enough for it.
+    The consumer of a pair of negative distance is in a later stage than its producer. So no frozen
+    task, which is in the last stage, may come before the consumer. Otherwise a cycle of the graph
+    has no distance, and no interval is long enough for it.
     """
     reaching = [(graph.names[c], graph.names[p]) for c, p, d in graph.deps if d < 0]
     pairs = ", ".join(f"{c} after {p}" for c, p in reaching)
@@ -439,8 +473,9 @@ def _admits(graph: ScheduleGraph, limits: Limits) -> None:
 
 
 def _behind_the_last(graph: ScheduleGraph) -> list[str]:
-    """Return the tasks that would have to be in a later stage than the frozen ones."""
+    """Return the tasks that would have to be in a later stage than the frozen tasks."""
     stages = dict.fromkeys(graph.frozen, 0)
+    # Longest paths by Bellman-Ford. At most ``size`` rounds: there may be a cycle.
     for _ in range(graph.size if any(d < 0 for _, _, d in graph.deps) else 0):
         for consumer, producer, distance in graph.deps:
             if producer in stages:
@@ -450,7 +485,7 @@ def _behind_the_last(graph: ScheduleGraph) -> list[str]:
 
 
 def _smaller(plan: PipelinePlan, *, streams: bool) -> Iterator[PipelinePlan]:
-    """The plan, then with less and less run-ahead, then with less depth, too."""
+    """Yield the plan with less and less run-ahead, then with less depth as well."""
     for depth in range(plan.depth, plan.least_depth - 1, -1):
         shallow = replace(plan, pipeline_depth=depth)
         yield shallow

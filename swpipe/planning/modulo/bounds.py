@@ -1,11 +1,11 @@
-"""Lower bounds on the interval of all plans for the same tasks, and what sets them.
+"""Lower bounds on the interval of all plans for the same tasks, with the reason for each bound.
 
 **ResMII**: the tasks that use a resource one at a time use it once per iteration, so no interval is
 shorter than the sum of their times. Resources are
 
-- threads: each thread group of the plan; or, if threads can be chosen freely, the busiest one where
-  they share the work best. The pull of a batch, where its cost is known, counts as a task of the
-  caller's thread or of ``pull_group``;
+- threads: each thread group of the plan; or, if threads can be chosen freely, the busiest thread
+  under the best distribution of the work. The pull of a batch, if its cost is known, counts as a
+  task of the caller's thread or of ``pull_group``;
 - streams, named resources, the interpreter lock;
 - submission: tasks on the same named stream, and globally ordered tasks, are submitted one at a
   time, also from different threads.
@@ -13,8 +13,8 @@ shorter than the sum of their times. Resources are
 **RecMII**: the consumer on iteration i comes after the producer on iteration i - d. A cycle of
 dependences limits the interval to at least the sum of its tasks' times over the sum of its
 distances. The heaviest cycle counts. Only declared dependences are followed, not the order of
-tasks on threads and streams. Where the iterations in flight are limited, an iteration begins after
-the one ``depth`` before has ended, and after the device is done with the one ``run_ahead`` further.
+tasks on threads and streams. If the iterations in flight are limited, iteration i begins after
+iteration i - depth has ended, and after the device has finished iteration i - depth - run_ahead.
 
 The interval of every plan is at least the greater of the two.
 
@@ -38,10 +38,10 @@ from swpipe.planning.simulation.cycles import TICKS_PER_US, Arc, ArcCycle, heavi
 _EPS_US = 1e-6
 
 _MOST_NODES = 10_000
-"""Tasks placed before the search for the best share is given up."""
+"""The number of placements of tasks after which the search for the best distribution stops."""
 
 _MOST_TASKS = 24
-"""In loops of more tasks than this, threads are taken to share the work evenly."""
+"""The number of tasks above which an even distribution over threads is assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +62,16 @@ class Bounds:
 
     @property
     def ii_us(self) -> float:
-        """The greater of the two."""
+        """The greater of the two bounds."""
         return max(self.res_mii_us, self.rec_mii_us)
 
     @property
     def limiting(self) -> str:
-        """What sets ``ii_us``, in words."""
+        """The resource or the cycle that sets ``ii_us``, in words."""
         return self.busiest if self.res_mii_us >= self.rec_mii_us else self.cycle
 
     def format(self) -> str:
-        """Both bounds, one per line."""
+        """Return both bounds, one per line."""
         rec = f"{in_ms(self.rec_mii_us)}, {self.cycle}" if self.cycle else "none"
         return f"ResMII: {in_ms(self.res_mii_us)}, {self.busiest}\nRecMII: {rec}"
 
@@ -79,7 +79,7 @@ class Bounds:
 def lower_bounds(
     plan: PipelinePlan, costs: CostModel, *, streams: bool = True, threads: int | None = None
 ) -> Bounds:
-    """Bounds for all plans with the same tasks, streams, global order and dependences.
+    """Return bounds for all plans with the same tasks, streams, global order and dependences.
 
     They hold for any depth and ``run_ahead``: a plan that admits too few iterations is slower.
 
@@ -87,8 +87,8 @@ def lower_bounds(
         plan: The plan; its stages determine the distances of its ``same_period_deps``.
         costs: A cost for each of its tasks.
         streams: Whether the device has streams; if not, all work is done on threads.
-        threads: None for the plan's thread groups; a number if each task may run on any of so many
-            threads.
+        threads: The number of threads, if each task may run on any of them; None for the plan's
+            thread groups.
 
     Raises:
         PlanError: The plan cannot run, or a task has no cost.
@@ -96,6 +96,7 @@ def lower_bounds(
     """
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}: give 1 or more, since the caller's thread counts")
+    # The default limits have more than one thread, so that resources of several threads count.
     graph = schedule_graph(validate(plan), costs, Limits(), streams=streams)
     if threads is not None:
         return bounds_of(graph, threads)
@@ -109,19 +110,22 @@ def lower_bounds(
 
 
 def bounds_of(graph: ScheduleGraph, threads: int, depth: int | None = None) -> Bounds:
-    """Bounds for all plans of a loop with so many threads, and iterations in flight if given.
+    """Return bounds for all plans of a loop with a number of threads and, if given, a depth.
 
     The thread that pulls batches, if there is one, is not counted.
     """
     host_us = dict(zip(graph.names, graph.host_us, strict=True))
     if graph.pull_group is None:
         host_us[PULL] = graph.pull_us
+    # Two bounds for threads: a task is not split, and the busiest thread has at least the least
+    # load.
     longest = max(host_us, key=lambda name: host_us[name])
     count = "the one thread" if threads == 1 else f"{threads} threads"
     threads_us = {
         f"one thread: {longest} alone": host_us[longest],
         f"{count}: all tasks": least_load(graph, threads),
     }
+    # The cycle without a depth is preferred on equal terms: its text names dependences only.
     cycle = _heaviest(graph, None)
     if depth is not None:
         through = _heaviest(graph, depth)
@@ -131,7 +135,8 @@ def bounds_of(graph: ScheduleGraph, threads: int, depth: int | None = None) -> B
 
 
 def _bounds(graph: ScheduleGraph, threads_us: dict[str, float], cycle: ArcCycle | None) -> Bounds:
-    load = {what: ticks(us) for what, us in threads_us.items()}  # as times in cycles are rounded
+    # Round to ticks, as the times in cycles are: the two bounds can then be compared exactly.
+    load = {what: ticks(us) for what, us in threads_us.items()}
     if graph.pull_group is not None:
         load[f"thread {graph.pull_group!r}: {PULL}"] = ticks(graph.pull_us)
     for name, users in graph.users.items():
@@ -144,11 +149,10 @@ def _bounds(graph: ScheduleGraph, threads_us: dict[str, float], cycle: ArcCycle 
 
 
 def least_load(graph: ScheduleGraph, threads: int) -> float:
-    """The host work of the busiest thread where it is shared best, or a lower bound of it.
+    """Return the busiest thread's host work under the best distribution, or a lower bound of it.
 
-    All distributions of the tasks to threads that might still be better than the best so far are
-    tried ("branch and bound"), the longest tasks first, each on the thread with the least work
-    first.
+    The method is branch and bound: all distributions that might be better than the best so far are
+    tried, the longest tasks first, each on the thread with the least work first.
     """
     free = [v for v in range(graph.size) if v not in graph.frozen]
     work = sorted((graph.host_us[v] for v in free), reverse=True)
@@ -157,6 +161,7 @@ def least_load(graph: ScheduleGraph, threads: int) -> float:
     if graph.pull_group is None:
         load[0] += graph.pull_us
     total = load[0] + sum(work)
+    # No distribution is below the mean load, the load of the frozen tasks, or the longest task.
     even = max(total / threads, load[0], *graph.host_us)
     if graph.size > _MOST_TASKS:
         return even
@@ -168,8 +173,10 @@ def least_load(graph: ScheduleGraph, threads: int) -> float:
         if k == len(work):
             least = max(load)
             return
+        # The remaining work must fit below the best result so far.
         if sum(max(0.0, least - us) for us in load) < sum(work[k:]):
             return
+        # Threads of equal load are interchangeable: the dictionary keeps one of them.
         for before, thread in sorted({us: thread for thread, us in enumerate(load)}.items()):
             after = before + work[k]
             if nodes > _MOST_NODES or least <= even + _EPS_US or after >= least - _EPS_US:
@@ -187,13 +194,17 @@ def least_load(graph: ScheduleGraph, threads: int) -> float:
 
 
 def _heaviest(graph: ScheduleGraph, depth: int | None) -> ArcCycle | None:
-    """The heaviest cycle of dependences and, with a depth, of admission and retirement."""
+    """Return the heaviest cycle of dependences and, with a depth, of admission and retirement."""
     n = graph.size
     place = {v: 2 * k for k, v in enumerate(graph.serial)}
     arcs = [Arc(e.tail, e.head, ticks(e.time_us), e.distance) for e in graph.edges]
-    arcs.sort(key=lambda arc: place[arc.tail % n] + arc.tail // n)  # so that the search is fast
+    # Bellman-Ford is fast if the arcs are sorted along the serial order.
+    arcs.sort(key=lambda arc: place[arc.tail % n] + arc.tail // n)
     if depth is None:
         return heaviest_cycle(2 * n, arcs)
+    # Three extra nodes: ``<admit>``, ``<retire>`` on the host, and ``<retire>`` on the device.
+    # Every iteration passes them, and the two arcs back to ``<admit>`` limit the iterations in
+    # flight.
     admit = 2 * n
     retire = 2 * n + 1
     done = 2 * n + 2
@@ -215,6 +226,7 @@ def _words(graph: ScheduleGraph, cycle: ArcCycle) -> str:
     names = (*graph.names, *graph.names, "<admit>", "<retire>", "<retire>")
     words: list[str] = []
     iteration = 0
+    # A task may be passed by its host and by its device operation: name it once.
     for arc in (*cycle.arcs, cycle.arcs[0]):
         word = f"{names[arc.tail]} i{iteration:+d}" if iteration else f"{names[arc.tail]} i"
         words += [word] if word not in words[-1:] else []

@@ -1,4 +1,4 @@
-r"""The estimate: how soon the next period can follow, from one period played in order.
+r"""An estimate of the interval, from one period whose tasks are placed in order.
 
 Tasks start one after the other in the order of the period, each as soon as it may::
 
@@ -6,17 +6,17 @@ Tasks start one after the other in the order of the period, each as soon as it m
     a worker         [read .......][copy]                      one operation at a time
     stream "copies"                    [copy ....]
 
-A dependence of lag 0 holds a task back; one of lag 1 or more binds a later period. So the interval
-is, roughly, the greatest of
+A dependence of lag 0 delays a task in this period; one of lag 1 or more binds a later period. So
+the interval is, roughly, the greatest of
 
-- every row's time from its first start to its last end,
-- what a dependence of lag k leaves between its two ends, over k,
-- ``<admit>`` and ``<retire>``: both are the caller's, and an iteration is ``depth`` periods between
-  them. The device may be done with it ``run_ahead`` periods later.
+- the time of each row from its first start to its last end,
+- for a dependence of lag k, the time between its two ends divided by k,
+- the time between ``<admit>`` and ``<retire>``, which are both on the caller's thread and ``depth``
+  periods apart for an iteration. The device may finish the iteration ``run_ahead`` periods later.
 
-It is no proof: rows may shift against each other and do better, and a resource that several threads
-want goes to who comes first, whatever the order of the plan. The simulator has the last word; but
-the estimate takes about a microsecond for each task.
+The estimate is not a proof: rows may shift against each other and do better, and a resource that
+several threads request is granted in the order of the requests, not of the plan. The simulator
+decides; but the estimate takes only about a microsecond per task.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from typing import NamedTuple
 from swpipe.planning.modulo.schedule_graph import CALLERS_STREAM, ScheduleGraph
 
 _IDLE_WEIGHT = 0.1
-"""Of two schedules with one interval, that with shorter rows is nearer to a better one."""
+"""The weight of idle time in the cost.
+
+Of two schedules with equal intervals, the one with shorter rows is nearer to a better schedule.
+"""
 
 
 class _Into(NamedTuple):
-    """An edge into an operation: its tail, the tail's task, time, more across threads, distance."""
+    """An edge into an operation: tail, its task, time, extra time across threads, and distance."""
 
     tail: int
     producer: int
@@ -42,15 +45,15 @@ class _Into(NamedTuple):
 
 
 class Estimator:
-    """Estimates modulo schedules of one loop.
+    """A fast estimator of the interval of modulo schedules of one loop.
 
     Args:
-        graph: The loop.
-        threads: How many there may be.
-        depth: Iterations in flight.
+        graph: The schedule graph of the loop.
+        threads: The largest number of threads.
+        depth: The number of iterations in flight.
 
     Attributes:
-        ii_us: The interval of the last estimate.
+        ii_us: The interval of the last estimate, in microseconds.
     """
 
     def __init__(self, graph: ScheduleGraph, threads: int, depth: int) -> None:
@@ -62,6 +65,8 @@ class Estimator:
         self._rows = threads + len(graph.resources)
         names = dict(zip(graph.resources, range(threads, self._rows), strict=True))
         self._callers_row = names.get(CALLERS_STREAM, -1)
+        # All that does not depend on the schedule is computed once, because ``cost`` runs for each
+        # move.
         into: list[list[_Into]] = [[] for _ in range(2 * n)]
         for tail, head, time_us, distance in graph.edges:
             if tail % n != head % n or head >= n:
@@ -69,9 +74,11 @@ class Estimator:
                 into[head].append(_Into(tail, tail % n, time_us, over, distance))
         held = [[(threads + row, us) for row, us in of] for of in graph.reservations]
         for v, launch_us in enumerate(graph.launch_us):
-            held[v].insert(0, (-1, launch_us))  # the row of the task's thread
+            # Row -1 stands for the thread of the task, which the schedule chooses.
+            held[v].insert(0, (-1, launch_us))
         for v in graph.blocks:
             held[n + v].insert(0, (-1, graph.device_us[v]))
+        # A task's host work (number v) comes before its device work (number n + v).
         operations = 2 * n if graph.streams else n
         self._operations = [
             [(v, into[v], held[v]) for v in range(task, operations, n)] for task in range(n)
@@ -87,9 +94,9 @@ class Estimator:
         stage: Sequence[int],
         limit_us: float = math.inf,
     ) -> float:
-        """The interval of a schedule, and a little for idle threads; in microseconds.
+        """Return the interval of a schedule in microseconds, plus a small weight of idle time.
 
-        A schedule that costs more than ``limit_us`` may be given up: it costs infinity.
+        The estimate of a schedule that costs more than ``limit_us`` may stop and return infinity.
         """
         at = self._at
         cause = self._cause
@@ -97,7 +104,8 @@ class Estimator:
         free = [0.0] * self._rows
         first = [-1.0] * self._rows
         last = [-1] * self._rows
-        first[0] = 0.0  # the caller's thread begins with <retire> of the period before
+        # The caller's thread begins with ``<retire>`` of the period before.
+        first[0] = 0.0
         admit = -1.0 if self.graph.streams else 0.0
         newest = max(stage) - self.depth + 1
         later: list[tuple[int, int, _Into]] = []
@@ -105,6 +113,7 @@ class Estimator:
             mine = thread[task]
             s = stage[task]
             start = 0.0
+            # The newest stage is admitted in this period, so its tasks start after ``<admit>``.
             if s == newest:
                 if admit < 0:
                     admit = free[0]
@@ -113,6 +122,8 @@ class Estimator:
                 because = -1
                 for edge in into:
                     tail, producer, time_us, across_us, distance = edge
+                    # Edges of a greater lag bind a later period: they are checked when all starts
+                    # are known.
                     if lag := s - stage[producer] + distance:
                         later.append((operation, lag, edge))
                     else:
@@ -127,6 +138,8 @@ class Estimator:
                     if free[k] > start:
                         start = free[k]
                         because = last[k]
+                # ``cause`` is the operation that this one waited for: ``critical`` follows these
+                # links back.
                 at[operation], cause[operation] = start, because
                 for row, time_us in held:
                     k = mine if row < 0 else row
@@ -144,7 +157,7 @@ class Estimator:
         return self.ii_us + _IDLE_WEIGHT * idle / self.threads
 
     def critical(self) -> list[int]:
-        """The tasks that set the interval of the last estimate: each waited for the next."""
+        """Return the tasks that set the last estimate's interval, each waiting for the next."""
         operation = self._limiting
         found = []
         while operation >= 0:
@@ -186,7 +199,7 @@ class Estimator:
         retire: float,
         first: Sequence[float],
     ) -> float:
-        """What ``<admit>`` and ``<retire>`` ask for, given when they come, if that is more."""
+        """Return the interval, raised to what ``<admit>`` and ``<retire>`` require."""
         graph = self.graph
         at = self._at
         n = self.graph.size
@@ -196,6 +209,8 @@ class Estimator:
         ends = [at[v] + host + (over if thread[v] else 0.0) for v, host in enumerate(graph.host_us)]
         for v in graph.blocks:
             ends[v] = at[n + v] + graph.device_us[v] + (over if thread[v] else 0.0)
+        # ``<retire>`` waits for all tasks of the oldest stage. Tasks of earlier stages have more
+        # periods.
         closed = max([retire, *(ends[v] for v in range(n) if stage[v] == oldest)])
         late = [end - closed for end in ends]
         us = max(us, closed)
@@ -206,7 +221,9 @@ class Estimator:
             late = [max(host, end - done) for host, end in zip(late, ends, strict=True)]
             if graph.run_ahead is not None:
                 us = max(us, (done + over - admit) / (1 + graph.run_ahead))
-            if self._callers_row >= 0:  # <retire> is the last in the caller's stream
+            # ``<retire>`` is the last operation in the caller's stream, whose first one waits for
+            # it.
+            if self._callers_row >= 0:
                 us = max(us, done - first[self._callers_row])
         for v in range(n):
             if stage[v] > newest and (admit + over - at[v]) > us * (stage[v] - newest):

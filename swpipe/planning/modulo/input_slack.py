@@ -1,14 +1,15 @@
-"""Input slack: how far before the first collective batches are made, to absorb slow iterations.
+"""Input slack: the number of batches made ahead of the first collective.
 
     stage      0        1        2        3
     slack 0    read  -> dist  -> train             dist(i+1) waits whenever a rank reads slowly
     slack 1    read  ----------> dist  -> train    one slow batch on any rank goes unnoticed
 
-Iterations in flight after the first collective gain nothing: the ranks have met already. Before it
-each rank works ahead by itself, and so it does if the host may launch further ahead of the device
-(``run_ahead``). Where only the speed of ranks varies, neither helps.
+More iterations in flight after the first collective gain nothing, because the ranks have met there.
+Before it each rank works ahead by itself, and also if the host may launch further ahead of the
+device (``run_ahead``). If some ranks are always slower than others, neither helps.
 
-The plan that absorbs most is tried first; then the smallest is taken that is as good.
+The largest plan is simulated first, to see what can be gained; then the smallest plan that gains as
+much is chosen.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from swpipe.planning.rank_simulation import step_us
 from swpipe.planning.ranks import Ranks
 
 _AS_GOOD = 0.005
-"""Of two plans whose steps differ by less than this fraction, the smaller one is taken."""
+"""The relative difference in step time below which two plans count as equally good."""
 
 _RUN_AHEAD = (2, 4)
-"""What is tried as ``run_ahead``, beside that of the plan."""
+"""The values of ``run_ahead`` that are tried, besides that of the plan."""
 
 _GROUPS = ("input", *(f"input {k}" for k in range(2, 1_002)))
 
 
 class SlackPlan(NamedTuple):
-    """A plan with input slack: by how many batches, and the step of the ranks."""
+    """A plan with input slack: the number of batches, and the step of the ranks in microseconds."""
 
     plan: PipelinePlan
     slack: int
@@ -46,19 +47,19 @@ class SlackPlan(NamedTuple):
 
     @property
     def ahead(self) -> int:
-        """How many iterations the first is ahead of the device's last at most."""
+        """The number of iterations from the last that the device has finished to the newest."""
         return self.plan.depth + (self.plan.launch_limit or 0)
 
     @property
     def words(self) -> str:
-        """What it has that absorbs slow iterations."""
+        """The means by which the plan absorbs slow iterations, in words."""
         batches = f"{self.slack} batch{'es' if self.slack > 1 else ''} of input slack"
         parts = [batches] * bool(self.slack)
         parts += [f"run_ahead={self.plan.run_ahead}"] * (self.plan.run_ahead is not None)
         return " and ".join(parts) or "another order"
 
     def why(self, given_us: float, ranks: Ranks) -> str:
-        """Return what it takes away from a step, in a sentence."""
+        """Return a sentence that says how much shorter a step is."""
         saved = in_ms(given_us - self.step_us)
         return f"With {self.words} the step of {ranks.number:,} ranks is {saved} shorter."
 
@@ -73,16 +74,16 @@ def with_slack(
     may_run_ahead: bool,
     allowed: Callable[[PipelinePlan], bool],
 ) -> tuple[SlackPlan, str]:
-    """Return the plan with as little slack and ``run_ahead`` as absorb what they can, and why.
+    """Return the smallest plan that absorbs slow iterations as well as any, and the reason.
 
     Args:
         plan: A plan for one rank.
         costs: A cost for each task.
-        ranks: The ranks.
-        limits: What to keep to.
+        ranks: The ranks, whose times differ.
+        limits: The limits on the plan.
         streams: Whether the device has streams.
-        may_run_ahead: Whether ``run_ahead`` is open.
-        allowed: Whether a plan that can run may be chosen.
+        may_run_ahead: Whether ``run_ahead`` may be changed.
+        allowed: Returns whether a plan that can run may be chosen.
     """
 
     def simulated(candidate: PipelinePlan, slack: int) -> SlackPlan:
@@ -99,11 +100,14 @@ def with_slack(
         for candidate in _plans(replace(plan, run_ahead=run_ahead), costs, ranks, limits, slack)
         if candidate != plan
     ]
+    # Smallest first: by iterations on the way to the device, then by batches of slack.
     candidates.sort(key=lambda one: (one[0].depth + (one[0].launch_limit or 0), one[1]))
     for candidate, slack in reversed(candidates):
         if allowed(candidate):
             found.append(simulated(candidate, slack))
             break
+    # The largest plan that is allowed absorbs most, so it shows what can be gained. A simulation of
+    # ranks takes long: the search stops at the first plan that is as good.
     goal_us = min(one.step_us for one in found) * (1 + _AS_GOOD)
     for candidate, slack in candidates if given.step_us > goal_us else ():
         if allowed(candidate):
@@ -120,10 +124,12 @@ def with_slack(
 def _plans(
     plan: PipelinePlan, costs: CostModel, ranks: Ranks, limits: Limits, slack: int
 ) -> Iterator[PipelinePlan]:
-    """Yield plans whose input is made further ahead, in their own order and in the engine's."""
+    """Yield plans with their input made further ahead, in their own order and in the engine's."""
     for tasks in _inputs(plan, costs, ranks, limits):
         if not tasks and slack and plan.pull_group is None:
-            continue  # the caller's thread pulls, and cannot do so further ahead
+            # The caller's thread pulls, at the begin of each iteration: it cannot pull further
+            # ahead.
+            continue
         schedule = {
             name: entry if name in tasks else replace(entry, stage=entry.stage + slack)
             for name, entry in plan.schedule.items()
@@ -131,7 +137,8 @@ def _plans(
         groups = {schedule[name].thread_group for name in tasks}
         shared = any(e.thread_group in groups for n, e in schedule.items() if n not in tasks)
         if slack and shared and plan.threads < limits.threads:
-            # Beside a task that meets, the thread would wait there for the slowest rank.
+            # On a thread with a task that meets other ranks, the input would wait for the slowest
+            # rank.
             group = next(name for name in _GROUPS if name not in plan.thread_groups)
             schedule |= {name: replace(schedule[name], thread_group=group) for name in tasks}
         for order in (plan.order, ()):
@@ -140,7 +147,8 @@ def _plans(
             )
             try:
                 validate(changed)
-            except PlanError:  # what the input needs of later tasks does not allow the stages
+            except PlanError:
+                # The input depends on later tasks, which does not allow these stages.
                 continue
             yield changed
 
@@ -148,16 +156,17 @@ def _plans(
 def _inputs(
     plan: PipelinePlan, costs: CostModel, ranks: Ranks, limits: Limits
 ) -> Sequence[set[str]]:
-    """Return which tasks may be moved ahead together: the slow ones, with what they need.
+    """Return sets of tasks that may be moved ahead together: the slow ones and their producers.
 
-    They come before the first task that meets, and need nothing of what comes after. An empty set
-    stands for the pull, from which all tasks move away.
+    They come before the first task that meets other ranks, and do not depend on later tasks. An
+    empty set stands for the pull alone: then all tasks are moved to later stages.
     """
     deps = [(d.consumer, d.producer) for d in dependences_of(plan)]
-    # Tasks that meet in a period keep their distance.
+    # Pairs of ``same_period_deps`` keep their distance, so both tasks move or neither does.
     tied = [(c, p) for c, p in plan.same_period_deps] + [(p, c) for c, p in plan.same_period_deps]
     deps += tied
     before = {*plan.schedule} - {*ranks.meeting(plan, costs), *limits.frozen}
+    # Remove tasks that depend on a removed one, until nothing changes.
     while late := {c for c, p in deps if c in before and p not in before}:
         before -= late
     slow = before & {*ranks.slow}

@@ -1,4 +1,4 @@
-"""A modulo schedule: each task's thread, stage and place in the period; and its plan."""
+"""A modulo schedule: each task's thread, stage and place in the period, and the plan made of it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from swpipe.planning.modulo.schedule_graph import ScheduleGraph
 
 @dataclass(frozen=True, slots=True)
 class ModuloSchedule:
-    """What the planner chooses, in numbers of tasks.
+    """A thread, a stage and a place for each task, which is given by its number.
 
     Attributes:
-        thread: Task to its thread; 0 is the caller's.
-        stage: Task to its stage.
+        thread: The thread of each task; 0 is the caller's.
+        stage: The stage of each task.
         order: The tasks in the order of a period: a topological order of the dependences of lag 0.
     """
 
@@ -26,23 +26,24 @@ class ModuloSchedule:
 
     @property
     def threads(self) -> int:
-        """How many thread groups it takes, the caller's counted."""
+        """The number of thread groups that the schedule takes, including the caller's."""
         return len({0, *self.thread})
 
     @property
     def parts(self) -> int:
-        """How many parts the tasks fall into that share a stage and a thread."""
+        """The number of groups of tasks that share a stage and a thread."""
         return len(set(zip(self.thread, self.stage, strict=True)))
 
     def from_stage_0(self) -> ModuloSchedule:
-        """The same schedule with its first stage at 0."""
+        """Return the same schedule, with its first stage moved to 0."""
         first = min(self.stage)
         return replace(self, stage=tuple(stage - first for stage in self.stage))
 
 
 def serial_schedule(graph: ScheduleGraph) -> ModuloSchedule:
-    """All tasks on the caller's thread, in as few stages as there can be."""
+    """Return the schedule of all tasks on the caller's thread, in as few stages as possible."""
     stages = graph.least_stages
+    # Later stages first: in a period they work on older iterations, which is the serial order.
     rank = {v: (-stages[v], place) for place, v in enumerate(graph.serial)}
     return ModuloSchedule((0,) * graph.size, stages, period_order_of(graph, stages, rank))
 
@@ -50,11 +51,12 @@ def serial_schedule(graph: ScheduleGraph) -> ModuloSchedule:
 def period_order_of(
     graph: ScheduleGraph, stages: Sequence[int], rank: Mapping[int, tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """The tasks in the order of a period: the least rank first, where dependences allow it.
+    """Return the tasks in the order of a period, by least rank as far as dependences allow.
 
     Raises:
         CycleError: The dependences within a period form a cycle.
     """
+    # Only dependences of lag 0 order two tasks within a period.
     edges = [(c, p) for c, p, d in graph.deps if stages[c] - stages[p] + d == 0]
     names = {str(v): rank[v] for v in range(graph.size)}
     return tuple(map(int, topological(names, [(str(c), str(p)) for c, p in edges])))
@@ -63,9 +65,9 @@ def period_order_of(
 def plan_of(
     base: PipelinePlan, graph: ScheduleGraph, schedule: ModuloSchedule, depth: int
 ) -> PipelinePlan | None:
-    """The plan of a schedule; None where it cannot state the ``same_period_deps`` of ``base``.
+    """Return the plan of a schedule; None if it cannot express ``base``'s ``same_period_deps``.
 
-    All that the schedule does not choose is taken from ``base``.
+    Everything that the schedule does not choose is taken from ``base``.
     """
     groups = _group_names(base, schedule.thread)
     entries = {
@@ -77,6 +79,8 @@ def plan_of(
     within = list(base.deps)
     across = list(base.cross_iter_deps)
     same = []
+    # The distance of such a pair follows from the stages of ``base``. If the new stages change it,
+    # the pair is written as a dependence with this distance. A negative one cannot be written so.
     for c, p in base.same_period_deps:
         distance = base.schedule[p].stage - base.schedule[c].stage
         if entries[p].stage - entries[c].stage == distance:
@@ -94,13 +98,15 @@ def plan_of(
         cross_iter_deps=across,
         same_period_deps=same,
         order=[graph.names[v] for v in schedule.order],
+        # A group that pulls has one more iteration in flight, which the schedule does not count.
         pipeline_depth=depth + (base.pull_group is not None),
     )
 
 
 def _group_names(base: PipelinePlan, threads: Sequence[int]) -> Mapping[int, str]:
-    """Thread to the name of its group: one that its tasks had, where that is free."""
+    """Return the name of each thread's group: a name that its tasks had, if that is free."""
     names = {0: DEFAULT_GROUP}
+    # Keeping the user's names makes the plan easier to compare with the one given.
     for thread in sorted(set(threads) - {0}):
         had = [e.thread_group for v, e in enumerate(base.schedule.values()) if threads[v] == thread]
         numbered = (f"worker {k}" for k in range(1, len(names) + 2))

@@ -1,16 +1,16 @@
-"""The moves of the search: a task takes another place in the period, another stage or thread.
+"""The moves of the search, which give a task another place in the period, stage or thread.
 
     order    a  p  x  b        b waits for a, since both want one resource or thread;
                                p comes before b, for b depends on it
     moves    p  b  a  x        b goes right before a, and takes p along
              p  x  b  a        a goes right after b, and takes along what depends on it
 
-Alone, b would get no further than p. Every move keeps all dependences: the order stays a
-topological order of those of lag 0, and no lag becomes negative.
+Alone, b could not move before p. Every move keeps all dependences: the order stays a topological
+order of the dependences of lag 0, and no lag becomes negative.
 
-Source: moving a task to either end of a row of tasks that wait for each other is from E. Balas and
-A. Vazacopoulos, "Guided local search with shifting bottleneck for job shop scheduling" (Management
-Science 44, 1998).
+Source: E. Balas and A. Vazacopoulos, "Guided local search with shifting bottleneck for job shop
+scheduling" (Management Science 44, 1998), for moves of a task to either end of a row of tasks that
+wait for each other.
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ from swpipe.planning.modulo.schedule_graph import ScheduleGraph
 
 _TO_THREAD = 0.5
 _TO_STAGE = 0.3
-"""The probability that a move tries another thread; another stage. Else it tries another place."""
+"""The probability of a move to another thread, and to another stage.
+
+The rest of the moves change the place in the order.
+"""
 
 _TOGETHER = 12
-"""A move takes so many tasks to another stage together at most: more hardly ever gain anything."""
+"""The largest number of tasks that one move takes to another stage; more hardly ever gains."""
 
 _DRAWS = 4
-"""So many tasks are drawn to find one that shares a thread or a resource with another."""
+"""The number of draws in search of a task that shares a thread or a resource with another."""
 
 
 class MovableSchedule:
     """A schedule that moves change in place.
 
     Args:
-        graph: The loop.
-        schedule: Where it begins.
-        threads: How many there may be.
-        depth: How many stages there may be.
-        random: Draws a number from 0 up to 1.
+        graph: The schedule graph of the loop.
+        schedule: The initial schedule.
+        threads: The number of threads available.
+        depth: The number of stages available.
+        random: Returns a random number from 0 up to 1, 1 excluded.
 
-    ``order``, ``thread`` and ``stage`` are those of the schedule as it stands.
+    ``order``, ``thread`` and ``stage`` are those of the current schedule.
     """
 
     def __init__(
@@ -63,19 +66,19 @@ class MovableSchedule:
 
     @property
     def schedule(self) -> ModuloSchedule:
-        """The schedule as it stands."""
+        """The current schedule, as an immutable object."""
         return ModuloSchedule(tuple(self.thread), tuple(self.stage), tuple(self.order))
 
     def keep(self) -> None:
-        """Make the schedule as it stands the one that ``undo`` goes back to."""
+        """Accept the current schedule: ``undo`` returns to it."""
         self._kept = (tuple(self.order), tuple(self.thread), tuple(self.stage))
 
     def undo(self) -> None:
-        """Go back to what was kept last."""
+        """Return to the schedule that was accepted last."""
         self.order[:], self.thread[:], self.stage[:] = self._kept
 
     def move(self, task: int, *, to_threads: bool) -> bool:
-        """Draw a move of a task and make it; False where there is none, to be undone."""
+        """Make a random move of a task. Returns False if there is none; call ``undo`` then."""
         kind = self._draw()
         to_thread = _TO_THREAD if to_threads and self._threads > 1 else 0.0
         if kind < to_thread:
@@ -87,7 +90,7 @@ class MovableSchedule:
     # ------------------------------------------------------------------ thread
 
     def _to_thread(self, task: int) -> bool:
-        """Move a task to another thread, in half of the cases in exchange for one from there."""
+        """Move a task to another thread; in half of the cases exchange it for a task from there."""
         frozen = self._graph.frozen
         thread = self.thread
         partner = -1
@@ -95,6 +98,7 @@ class MovableSchedule:
         if self._draw() < 0.5:
             partner = int(self._draw() * len(thread))
             target = thread[partner]
+        # Frozen tasks stay on the caller's thread.
         if target == thread[task] or task in frozen or partner in frozen:
             return False
         if partner >= 0:
@@ -105,18 +109,21 @@ class MovableSchedule:
     # ------------------------------------------------------------------- stage
 
     def _to_stage(self, task: int, by: int) -> bool:
-        """Move a task a stage on or back, and all tasks that dependences take along."""
+        """Move a task by one stage, together with the tasks that its dependences force along."""
         graph = self._graph
         stage = self.stage
+        # To a later stage, consumers may have to follow; to an earlier one, producers.
         arcs = graph.consumers if by > 0 else graph.producers
         moved = [task]
-        for v in moved:  # grows meanwhile
+        # The list grows in the loop: each moved task may force its consumers (or producers) along.
+        for v in moved:
             to = stage[v] + by
             if not 0 <= to < self._depth or v in graph.frozen or len(moved) > _TOGETHER:
                 return False
             moved += [
                 u
                 for u, distance in arcs[v]
+                # The lag of the dependence would become negative.
                 if (stage[u] - to) * by + distance < 0 and u not in moved
             ]
         for v in moved:
@@ -124,7 +131,7 @@ class MovableSchedule:
         return self._place(moved if by > 0 else moved[::-1])
 
     def _place(self, tasks: Sequence[int]) -> bool:
-        """Find places in the order for tasks, one after the other; False where one has none."""
+        """Find places in the order for tasks, one by one; return False if one has no place."""
         rest = [v for v in self.order if v not in tasks]
         missing = set(tasks)
         for task in tasks:
@@ -132,6 +139,8 @@ class MovableSchedule:
             if low > high:
                 return False
             at = self.order.index(task)
+            # Keep the old place in half of the cases, if it is allowed. Else go next to a task that
+            # shares a thread or a resource: only there does the place in the order matter.
             if not low <= at <= high or self._draw() < 0.5:
                 beside = self._sharing_place(task, rest)
                 at = min(max(beside + (self._draw() < 0.5), low), high)
@@ -141,13 +150,14 @@ class MovableSchedule:
         return True
 
     def _room(self, task: int, order: Sequence[int], missing: set[int]) -> tuple[int, int]:
-        """The first and the last place that dependences of lag 0 leave to a task."""
+        """Return the first and the last place that dependences of lag 0 allow for a task."""
         graph = self._graph
         stage = self.stage
         s = self.stage[task]
         low = 0
         high = len(order)
         for p, distance in graph.producers[task]:
+            # Tasks in ``missing`` have no place yet; they will be placed relative to this one.
             if s - stage[p] + distance == 0 and p not in missing:
                 low = max(low, order.index(p) + 1)
         for c, distance in graph.consumers[task]:
@@ -156,7 +166,7 @@ class MovableSchedule:
         return low, high
 
     def _sharing_place(self, task: int, order: Sequence[int]) -> int:
-        """The place of a task that shares something with this one, if one is drawn soon."""
+        """Return the place of a task that shares a thread or resource, if one is drawn soon."""
         place = 0
         for _ in range(_DRAWS if order else 0):
             place = int(self._draw() * len(order))
@@ -167,7 +177,8 @@ class MovableSchedule:
     # ------------------------------------------------------------------- order
 
     def _past_another(self, task: int) -> bool:
-        """Put a task, and one that shares something with it, the other way round."""
+        """Exchange the order of a task and another one that shares a thread or resource with it."""
+        # Only the order of tasks that exclude each other affects the interval.
         for _ in range(_DRAWS):
             other = int(self._draw() * len(self.order))
             if other != task and self._share(task, other):
@@ -176,25 +187,28 @@ class MovableSchedule:
         return False
 
     def _share(self, task: int, other: int) -> bool:
-        """Whether two tasks take turns: on a thread or a resource."""
+        """Return whether two tasks exclude each other, on a thread or on a resource."""
         return self.thread[task] == self.thread[other] or other in self._graph.sharing[task]
 
     def _exchange(self, low: int, high: int) -> bool:
-        """Put the tasks at two places the other way round; False where one needs the other."""
+        """Exchange the tasks at two places; return False if one depends on the other."""
         between = self.order[low : high + 1]
         onward = self._draw() < 0.5
-        if onward:  # the first goes right after the last
+        # The first task goes right after the last, and takes its consumers along.
+        if onward:
             along = self._along(between, self._graph.producers)
-        else:  # the last goes right before the first
+        else:
+            # The last task goes right before the first, and takes its producers along.
             along = self._along(between[::-1], self._graph.consumers)
         if between[-1 if onward else 0] in along:
             return False
+        # The sort is stable, so the tasks of each part keep their order.
         between.sort(key=lambda v: (v in along) == onward)
         self.order[low : high + 1] = between
         return True
 
     def _along(self, tasks: Sequence[int], arcs: Sequence[Iterable[tuple[int, int]]]) -> set[int]:
-        """The first of the tasks, and those that dependences of lag 0 take along with it."""
+        """Return the first of the tasks, and those that dependences of lag 0 tie to it."""
         stage = self.stage
         found = {tasks[0]}
         way = 1 if arcs is self._graph.producers else -1

@@ -1,4 +1,4 @@
-"""The schedule graph of a loop: what a modulo scheduler needs to know of a plan, and no more.
+"""The schedule graph of a loop, which holds the input of the modulo scheduler.
 
 Every task is one or two *operations*: its host work, which a thread runs, and on a device with
 streams its device work, which a stream runs. Edges between operations carry a distance in
@@ -7,11 +7,11 @@ iterations. Operations reserve resources, of which each serves one operation at 
     task v      host v  ──>  device v         operations v and n + v, for n tasks
     (c, p, d)   host p  ──>  host c           the producer is launched first
                 device p ──> device c         and its device work is done first, unless host_only
-                device p ──> host c           where p blocks
+                device p ──> host c           if p blocks
 
 Resources are streams, the order in which tasks submit to a stream, the turn of globally ordered
-tasks, the interpreter lock, and what the cost model names. Threads are not among them: the planner
-chooses them.
+tasks, the interpreter lock, and the resources that the cost model names. Threads are not among
+them: the planner chooses them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ TOLERANCE = 1e-9
 
 
 class OperationEdge(NamedTuple):
-    """The head on iteration i begins no sooner than ``time_us`` after the tail on i - distance."""
+    """A constraint between the start times of two operations.
+
+    The head on iteration i begins at least ``time_us`` after the tail on iteration i - distance.
+    """
 
     tail: int
     head: int
@@ -47,7 +50,7 @@ class OperationEdge(NamedTuple):
 
 
 class Reservation(NamedTuple):
-    """An operation has a resource to itself for the first ``time_us`` of its time."""
+    """The exclusive use of a resource by an operation, for the first ``time_us`` of its time."""
 
     resource: int
     time_us: float
@@ -55,29 +58,29 @@ class Reservation(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleGraph:
-    """What a modulo scheduler schedules. Tasks are numbers, in the order of the plan's schedule.
+    """The operations, dependences and resources of a loop; tasks are numbers in the plan's order.
 
     Attributes:
-        names: Task to its name.
+        names: The name of each task.
         streams: Whether there are device operations; if not, all cost is host time.
-        host_us: Task to its time on its thread; if it blocks, its device time is a part of that.
-        launch_us: Task to the time on its thread before its device work.
-        device_us: Task to its time on its stream; 0 without streams.
-        blocks: Tasks whose thread waits for their device work.
-        stream: Task to the number of its stream, 0 for the caller's; -1 without one.
-        resources: Resource to its name.
-        reservations: Operation to what it reserves; ``2 * size`` entries.
-        edges: Dependences between operations, edges from host work to device work, and those that
+        host_us: The time of each task on its thread, including the device time if it blocks.
+        launch_us: The time of each task on its thread before its device work.
+        device_us: The time of each task on its stream; 0 without streams.
+        blocks: The tasks whose thread waits for their device work.
+        stream: The number of each task's stream; 0 for the caller's, -1 without one.
+        resources: The name of each resource.
+        reservations: The reservations of each operation; ``2 * size`` entries.
+        edges: Dependences between operations, edges from host work to device work, and edges that
             keep frozen tasks in one period.
-        deps: (consumer, producer, distance) between tasks.
-        frozen: Tasks that stay on the caller's thread, in the last stage; what comes after one in
-            its iteration is in the last stage too, by its dependence.
+        deps: The dependences between tasks, as (consumer, producer, distance).
+        frozen: Tasks that stay on the caller's thread, in the last stage. A consumer of such a task
+            in the same iteration is in the last stage too, because of its dependence.
         serial: The tasks in the order of a serial run.
-        least_stages: Task to the least stage it can have: above 0 only where ``same_period_deps``
+        least_stages: The least stage that each task can have: above 0 only if ``same_period_deps``
             reach into later iterations.
-        handover_us: What waiting for another thread costs.
-        pull_us: What pulling a batch takes, of the caller's thread or of that of ``pull_group``.
-        pull_group: The thread group that pulls batches, if that has a name.
+        handover_us: The time until a thread that waited for another one runs again.
+        pull_us: The time that a pull takes, on the caller's thread or in ``pull_group``.
+        pull_group: The thread group that pulls batches; None for the caller's thread.
         run_ahead: How many iterations beyond the depth may be launched; None for any number.
     """
 
@@ -107,19 +110,19 @@ class ScheduleGraph:
 
     @cached_property
     def producers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Task to the tasks that it depends on, with their distances."""
+        """The producers of each task, with the distances of the dependences."""
         tasks = range(self.size)
         return tuple(tuple((p, d) for c, p, d in self.deps if c == v != p) for v in tasks)
 
     @cached_property
     def consumers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Task to the tasks that depend on it, with their distances."""
+        """The consumers of each task, with the distances of the dependences."""
         tasks = range(self.size)
         return tuple(tuple((c, d) for c, p, d in self.deps if p == v != c) for v in tasks)
 
     @cached_property
     def sharing(self) -> tuple[frozenset[int], ...]:
-        """Task to the tasks that reserve a resource that it reserves too."""
+        """For each task, the tasks that reserve one of its resources."""
         users = self.users.values()
         return tuple(
             frozenset[int]().union(*(tasks for tasks in users if v in tasks)) - {v}
@@ -128,7 +131,7 @@ class ScheduleGraph:
 
     @cached_property
     def users(self) -> dict[str, dict[int, float]]:
-        """Resource to the tasks that reserve it, each with its time; microseconds."""
+        """For each resource, the tasks that reserve it, and for how many microseconds."""
         users: dict[str, dict[int, float]] = {name: {} for name in self.resources}
         for operation, reserved in enumerate(self.reservations):
             for each in reserved:
@@ -139,7 +142,7 @@ class ScheduleGraph:
 def schedule_graph(
     resolved: ResolvedPlan, costs: CostModel, limits: Limits, *, streams: bool
 ) -> ScheduleGraph:
-    """The schedule graph of a valid plan; its stages give the distance of ``same_period_deps``.
+    """Return the schedule graph of a valid plan; its stages define ``same_period_deps``.
 
     Raises:
         PlanError: A task has no cost, or a frozen task is unknown.
@@ -154,6 +157,8 @@ def schedule_graph(
     frozen = frozenset(index[name] for name in limits.frozen)
     of = [streams and not is_host(entry.stream) for entry in plan.schedule.values()]
     each = list(zip(task_costs, of, strict=True))
+    # A task that blocks occupies its thread until its device work is done. Without a stream the
+    # device work is done on the thread.
     host = tuple(c.host_us if on and not c.blocks else c.total_us for c, on in each)
     launch = tuple(c.host_us if on else c.total_us for c, on in each)
     device = tuple(c.device_us if on else 0.0 for c, on in each)
@@ -163,14 +168,18 @@ def schedule_graph(
         numbers.setdefault(entry.stream, len(numbers)) if on else -1
         for entry, on in zip(plan.schedule.values(), of, strict=True)
     )
+    # Host work follows host work for each dependence: the engine launches in this order, even if
+    # only the device has to wait.
     edges = [OperationEdge(p, c, host[p], d) for c, p, d in deps]
     if streams:
+        # Device work follows device work, except for dependences that only order the host.
         host_only = (dep.host_only for dep in resolved.dependences)
         of_streams = [dep for dep, alone in zip(deps, host_only, strict=True) if not alone]
         edges += [OperationEdge(v, n + v, launch[v], 0) for v in range(n)]
         edges += [OperationEdge(n + p, n + c, device[p], d) for c, p, d in of_streams]
         edges += [OperationEdge(n + p, c, device[p], d) for c, p, d in deps if p in blocks]
-    # In one period, on one thread: the next iteration's begin when all of this one's have ended.
+    # Frozen tasks share a period and a thread: those of the next iteration begin when all of this
+    # one have ended. An edge of distance 1 between each pair says so.
     edges += [OperationEdge(u, v, host[u], 1) for u, v in permutations(sorted(frozen), 2)]
     resources, reservations = _reservations(plan, task_costs, host, streams, limits.threads > 1)
     return ScheduleGraph(
@@ -202,12 +211,14 @@ def _reservations(
     streams: bool,
     threaded: bool,
 ) -> tuple[tuple[str, ...], tuple[tuple[Reservation, ...], ...]]:
-    """The streams, what else several operations reserve, and the reservations of each operation."""
+    """Return the resources that several operations reserve, and each operation's reservations."""
     users: dict[str, list[tuple[int, float]]] = defaultdict(list)
     n = len(costs)
     for v, (entry, cost) in enumerate(zip(plan.schedule.values(), costs, strict=True)):
         has_stream = streams and not is_host(entry.stream)
         for resource in dict.fromkeys(cost.resources):
+            # As in the simulator: a resource is held during the device work, or the host work if
+            # there is none.
             on_device = has_stream and cost.device_us > 0
             users[f"resource {resource!r}"].append(
                 (n + v, cost.device_us) if on_device else (v, host[v])
@@ -215,12 +226,15 @@ def _reservations(
         if has_stream:
             stream = f"stream {stream_name(entry.stream)!r}"
             users[stream].append((n + v, cost.device_us))
+            # Tasks of one named stream are submitted in period order, also from several threads.
             if entry.stream is not None and threaded:
                 users[f"submission to {stream}"].append((v, host[v]))
         if cost.gil_us and threaded:
             users[LOCK].append((v, cost.gil_us))
         if entry.globally_ordered and threaded:
             users[TURN].append((v, host[v]))
+    # A resource of a single host operation restricts nothing. A stream is kept even with one task:
+    # it is a row of the estimate.
     shared = [name for name, uses in users.items() if len(uses) > 1 or uses[0][0] >= n]
     found: list[list[Reservation]] = [[] for _ in range(2 * n)]
     for number, name in enumerate(shared):
@@ -230,6 +244,7 @@ def _reservations(
 
 
 def _least_stages(size: int, deps: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
+    # Longest paths over negative distances, by Bellman-Ford.
     stages = [0] * size
     if any(d < 0 for _, _, d in deps):
         for _ in range(size):

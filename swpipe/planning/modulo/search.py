@@ -1,11 +1,11 @@
-"""The search for the least interval: annealing with restarts, for one limit after another.
+"""The search for the least interval, by annealing with restarts, under one limit after another.
 
-The effort is counted in operations estimated, and not in time: the same input gives the same plan.
+The effort is counted in estimated operations instead of time: the same input gives the same plan.
 
-Sources: B. R. Rau, "Iterative modulo scheduling" (MICRO-27, 1994), for the lower bound as what to
-reach. There, tasks are placed one by one at a fixed interval; here a whole schedule is changed move
-by move, and the interval is what comes of it, since threads without an idle moment are hardly ever
-filled by placing one by one.
+Source: B. R. Rau, "Iterative modulo scheduling" (MICRO-27, 1994), for the lower bound as the goal.
+There, tasks are placed one by one at a fixed interval. Here a whole schedule is changed move by
+move, and its interval is the result, because placing tasks one by one hardly ever fills threads
+that must not be idle.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from swpipe.planning.simulation.interval import interval_us
 
 _WORK = 200_000
 _WORK_PER_TASK = 35_000
-"""The usual effort, in operations estimated: what takes about a second for 14 tasks."""
+"""The usual effort, in estimated operations: about a second for 14 tasks."""
 
 _MOST_COUNTED = 200
-"""More tasks than these do not lengthen a search."""
+"""The number of tasks above which more tasks do not lengthen a search."""
 
 _LIMITS_SHARE = 0.15
-"""The share of the effort that is for lower limits on depth and threads."""
+"""The share of the effort that is spent on lower limits on depth and threads."""
 
 MOST_AHEAD = 3
-"""The most that a planner lets the host run ahead, beyond which it hardly ever gains anything."""
+"""The largest ``run_ahead`` that a planner chooses; more hardly ever gains anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPlan:
-    """A schedule, its plan, and the interval that the simulator has for it, in microseconds."""
+    """A schedule, its plan, and its simulated interval in microseconds."""
 
     schedule: ModuloSchedule
     plan: PipelinePlan
@@ -49,28 +49,30 @@ class FoundPlan:
 
     @property
     def depth(self) -> int:
-        """Iterations in flight, not counting the one that a thread of its own pulls ahead."""
+        """The number of iterations in flight, without the one that a ``pull_group`` pulls ahead."""
         return self.plan.depth - (self.plan.pull_group is not None)
 
     @property
     def ahead(self) -> int:
-        """How many iterations the first is ahead of the device's last at most, where limited."""
+        """The number of iterations from the last that the device has finished to the newest."""
         return self.plan.depth + (self.plan.launch_limit or 0)
 
     def beats(self, other: FoundPlan) -> bool:
-        """Whether it is better: less interval, then ahead, then threads, then stages parted."""
+        """Return whether this plan is better: by interval, then ``ahead``, threads, and parts."""
         if self.ii_us < other.ii_us * (1 - TOLERANCE):
             return True
         if self.ii_us > other.ii_us * (1 + TOLERANCE):
             return False
         mine = self.schedule
         others = other.schedule
+        # Among equal intervals, less memory is better first (each iteration ahead holds a batch),
+        # then fewer threads, then tasks that stay together.
         size = (self.ahead, mine.threads, mine.parts)
         return size < (other.ahead, others.threads, others.parts)
 
 
 class Search:
-    """The loop of a plan, searched under several limits, with a multiple of the usual effort."""
+    """A search over the plans of a loop, under several limits, with a given effort."""
 
     def __init__(
         self, base: PipelinePlan, costs: CostModel, graph: ScheduleGraph, effort: float = 1.0
@@ -81,18 +83,20 @@ class Search:
         self._work = effort * (_WORK + _WORK_PER_TASK * min(graph.size, _MOST_COUNTED))
 
     def bound_us(self, threads: int, depth: int) -> float:
-        """No plan with so many threads and iterations in flight has a shorter interval."""
+        """Return a lower bound on the interval under limits on threads and iterations in flight."""
         if depth <= max(self.graph.least_stages):
-            return math.inf  # there is no such plan
+            # There is no plan of so few stages.
+            return math.inf
         return bounds_of(self.graph, threads, depth).ii_us
 
     def best(self, threads: int, depth: int) -> FoundPlan:
-        """The best plan found with at most so many threads and iterations in flight.
+        """Return the best plan found within the limits on threads and iterations in flight.
 
-        To be asked for first: it leaves a small share of the effort for lower limits.
+        Call it before ``reach``: it leaves a small share of the effort for lower limits.
         """
         best = self.serial()
         bound_us = self.bound_us(threads, depth)
+        # A serial plan that reaches the bound cannot be beaten, so nothing is searched.
         if best.ii_us <= bound_us * (1 + TOLERANCE):
             return best
         rest = self._work * _LIMITS_SHARE
@@ -101,15 +105,18 @@ class Search:
         return found if found is not None and found.beats(best) else best
 
     def reach(self, goal_us: float, threads: int, depth: int, share: float) -> FoundPlan | None:
-        """The first plan found that reaches an interval, or else the best one.
+        """Return the first plan found that reaches ``goal_us``, or else the best one.
 
-        ``share`` is the share of what is left of the effort that may be spent.
+        ``share`` is the share of the remaining effort that may be spent.
         """
 
         def simulate(schedule: ModuloSchedule, enough_us: float) -> float:
+            # The annealer's schedules may begin at a later stage, which a plan must not.
             found = self.simulated(schedule.from_stage_0(), depth, enough_us)
             return math.inf if found is None else found.ii_us
 
+        # The annealer works on estimates; the plan returned is simulated once more, without a
+        # limit, so that its interval is exact.
         annealer = Annealer(Estimator(self.graph, threads, depth), simulate, goal_us)
         annealer.search(starts(self.graph, threads, depth), self._work * share)
         self._work -= annealer.work
@@ -118,7 +125,7 @@ class Search:
         return self.simulated(annealer.incumbent.from_stage_0(), depth)
 
     def serial(self) -> FoundPlan:
-        """The plan that overlaps nothing but what the device overlaps by itself."""
+        """Return the plan of the serial schedule, in which only the device overlaps work."""
         schedule = serial_schedule(self.graph)
         found = self.simulated(schedule, max(schedule.stage) + 1)
         if found is None:
@@ -128,9 +135,9 @@ class Search:
     def simulated(
         self, schedule: ModuloSchedule, depth: int, enough_us: float = math.inf
     ) -> FoundPlan | None:
-        """The plan of a schedule whose first stage is 0; None if it states no same_period_deps.
+        """Return the plan of a schedule whose first stage is 0; None if ``plan_of`` has none.
 
-        An interval of ``enough_us`` or more need not be exact: a lower bound of it will do.
+        If the interval is ``enough_us`` or more, it may be a lower bound instead of exact.
         """
         plan = plan_of(self._base, self.graph, schedule, depth)
         if plan is None:
@@ -140,13 +147,15 @@ class Search:
         return FoundPlan(schedule, plan, ii_us)
 
     def together(self, found: FoundPlan, slack: float) -> FoundPlan:
-        """The same with tasks of one stage on one thread, where the interval is no longer.
+        """Return the plan with tasks of one stage joined on one thread where that is no slower.
 
-        But for a fraction ``slack`` of it.
+        The interval may grow by the fraction ``slack``.
         """
         most_us = found.ii_us * (1 + slack + TOLERANCE)
         parts = sorted(set(zip(found.schedule.stage, found.schedule.thread, strict=True)))
-        for (stage, target), (other, source) in permutations(parts, 2):  # the caller's is first
+        # Pairs of parts in one stage. The lower thread is the target first, so that work goes to
+        # the caller's thread if it can.
+        for (stage, target), (other, source) in permutations(parts, 2):
             if stage == other:
                 pairs = zip(found.schedule.stage, found.schedule.thread, strict=True)
                 moved = [
@@ -161,7 +170,9 @@ class Search:
         return found
 
     def further_ahead(self, found: FoundPlan) -> FoundPlan:
-        """The same plan with more ``run_ahead``, as little as gives a shorter interval."""
+        """Return the plan with the least ``run_ahead`` that gives the shortest interval."""
+        # The schedule stays the same. Only the limit on launches ahead changes, and each value is
+        # simulated.
         if self._base.run_ahead is None and self.graph.streams and self.graph.run_ahead is not None:
             for ahead in range(self.graph.run_ahead + 1, MOST_AHEAD + 1):
                 plan = replace(found.plan, run_ahead=ahead)
@@ -170,7 +181,7 @@ class Search:
         return found
 
     def _fits(self, schedule: ModuloSchedule, most_us: float) -> bool:
-        """Whether no thread has more work."""
+        """Return whether every thread's host work is at most ``most_us``."""
         load = [0.0] * (max(schedule.thread) + 1)
         for thread, host_us in zip(schedule.thread, self.graph.host_us, strict=True):
             load[thread] += host_us

@@ -1,10 +1,10 @@
-"""Schedules that the search starts from: stages of equal length, threads of equal work.
+"""Initial schedules of the search, with stages of equal length and threads of equal work.
 
-1. *Stages*: an iteration is cut into parts that take about as long as each other, as many as there
-   may be iterations in flight. So a period has several parts to work on that do not wait for each
-   other. A task that could be in several parts is in the first of them, or in the last.
+1. *Stages*: an iteration is cut into parts of about equal time, as many as iterations may be in
+   flight. So a period has several parts to work on that do not wait for each other. A task that
+   could be in several parts is in the first of them or, in a second schedule, in the last.
 2. *Order and threads*: the task with the longest path behind it comes first, on the thread with the
-   least work so far. What keeps threads and resources waiting for each other, the search changes.
+   least work so far. The search then removes waits between threads and for resources.
 
 Source: stages first, resources after is "decomposed software pipelining" (J. Wang, C. Eisenbeis,
 M. Jourdan, B. Su, International Journal of Parallel Programming 22, 1994).
@@ -19,13 +19,14 @@ from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, period_order_
 from swpipe.planning.modulo.schedule_graph import ScheduleGraph
 
 _MIXED = 0.5
-"""By up to this fraction tasks count as shorter than they are, so that their order changes."""
+"""The fraction by which tasks may count as shorter than they are, to vary their order."""
 
 
 def starts(graph: ScheduleGraph, threads: int, depth: int) -> list[ModuloSchedule]:
-    """Schedules to start from; none where so few iterations in flight admit none."""
+    """Return schedules to start from; none if so few iterations in flight admit no schedule."""
     found: list[ModuloSchedule] = []
     for late in (False, True):
+        # Fewer parts than the depth if dependences forbid so many.
         for parts in range(depth, 0, -1):
             stages = _stages(graph, depth, parts, late=late)
             schedule = _in_order(graph, stages, threads) if stages else None
@@ -37,16 +38,19 @@ def starts(graph: ScheduleGraph, threads: int, depth: int) -> list[ModuloSchedul
 
 
 def _stages(graph: ScheduleGraph, depth: int, parts: int, *, late: bool) -> list[int] | None:
-    """Task to its stage, the last being depth - 1; None where dependences do not allow it."""
+    """Return the stage of each task, the last being depth - 1; None if dependences forbid it."""
     time = _times(graph)
     path = _longest_paths(graph, time, late=late)
     longest = max(map(sum, zip(path, time, strict=True))) or 1.0
+    # A task belongs to the part in which its middle lies on the longest path.
     middle = [(p + t / 2) / longest for p, t in zip(path, time, strict=True)]
     stages = [min(parts - 1, int((1 - m if late else m) * parts)) for m in middle]
     for _ in range(2 * graph.size + 4):
         before = list(stages)
         for consumer, producer, distance in graph.deps:
             stages[consumer] = max(stages[consumer], stages[producer] - distance)
+        # Repeat until nothing changes: dependences and frozen tasks move each other to later
+        # stages.
         for v in graph.frozen:
             stages[v] = max(stages)
         if stages == before:
@@ -60,7 +64,7 @@ def _times(graph: ScheduleGraph) -> list[float]:
 
 
 def _longest_paths(graph: ScheduleGraph, time: Sequence[float], *, late: bool) -> list[float]:
-    """Task to the longest path from the start of the iteration to it, or from it to the end."""
+    """Return the longest path from the iteration's start to each task; if ``late``, to its end."""
     path = [0.0] * graph.size
     arcs = graph.consumers if late else graph.producers
     for v in reversed(graph.serial) if late else graph.serial:
@@ -69,8 +73,9 @@ def _longest_paths(graph: ScheduleGraph, time: Sequence[float], *, late: bool) -
 
 
 def _in_order(graph: ScheduleGraph, stages: Sequence[int], threads: int) -> ModuloSchedule | None:
-    """The schedule of some stages; None where dependences within the period form a cycle."""
+    """Return the schedule of some stages; None if dependences within the period form a cycle."""
     time = _times(graph)
+    # List scheduling: the most urgent task first, each on the least loaded thread.
     behind = _longest_paths(graph, time, late=True)
     first = sorted(graph.serial, key=lambda v: -behind[v] - time[v])
     try:
@@ -90,13 +95,14 @@ def _in_order(graph: ScheduleGraph, stages: Sequence[int], threads: int) -> Modu
 def distributed(
     graph: ScheduleGraph, threads: int, most_us: float, random: Callable[[], float]
 ) -> tuple[int, ...] | None:
-    """Tasks distributed to threads at random, roughly the longest first.
+    """Return a random distribution of tasks to threads, placing roughly the longest tasks first.
 
-    None where a task fits on no thread: each may have ``most_us`` of host work.
+    Each thread may have ``most_us`` of host work. Returns None if a task fits on no thread.
     """
     load = [0.0] * threads
     thread = [0] * graph.size
     load[0] = sum(graph.host_us[v] for v in graph.frozen)
+    # Placing the longest tasks first fills threads evenly; the random factor varies the result.
     key = [us * (1 - _MIXED * random()) for us in graph.host_us]
     for v in sorted(range(graph.size), key=key.__getitem__, reverse=True):
         if v not in graph.frozen:

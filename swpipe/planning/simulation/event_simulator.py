@@ -1,4 +1,4 @@
-"""Discrete-event simulation of a timed graph: when each node of a run starts and ends.
+"""Discrete-event simulation of a timed graph, which computes each node's start and end in a run.
 
     ready ──> starts at once                      if it is not contended
           ──> waits for its turn in a queue, in the order of launch
@@ -6,15 +6,15 @@
 
 A node's execution in one period is ready once all its predecessors have ended. If it is not
 contended, its end is computed at once, however far ahead in time. Contended executions wait in a
-heap until nothing else can be computed. Then the earliest of them is granted: whatever is not
-computed yet comes after one in the heap, and so cannot be ready earlier. So only contended
+heap until nothing else can be computed. Then the earliest of them is granted: every execution that
+is not computed yet comes after one in the heap, and so cannot be ready earlier. So only contended
 executions are processed in order of time.
 
 Executions for iterations that do not exist, before the first and after the last, take no time;
-threads still go through them and do their host waits, as in the engine.
+threads still pass them and do their host waits, as in the engine.
 
-Where a node has the times of sampled iterations, iteration i takes that of sample i modulo their
-number, in all nodes alike: what is slow together stays so.
+If a node has the times of sampled iterations, iteration i takes the time of sample i modulo their
+number, in all nodes alike: tasks that were slow in the same iteration are slow together.
 
 A run may have no last iteration: it is simulated as far as requested. The graph must then limit how
 far the host gets ahead of the device (``TimedGraph.limited``).
@@ -31,7 +31,7 @@ from typing import TypeAlias
 from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph
 
 UNBOUNDED = sys.maxsize
-"""The number of iterations of a run without end."""
+"""The number of iterations of a run that has no last iteration."""
 
 
 class _Request(IntEnum):
@@ -41,23 +41,25 @@ class _Request(IntEnum):
 
 
 _HELD = -1
-"""The time at which a resource is free, while its holder waits for the lock: not known yet."""
+"""The free time of a resource whose holder waits for the lock: not known yet."""
 
 _LOCK = 0
-"""The lock's number among the resources."""
+"""The number of the interpreter lock among the resources."""
 
 
 class EventSimulator:
-    """A run, simulated step by step. Number ``period * nodes + node`` is a node's in a period.
+    """A run of a timed graph that is simulated step by step.
+
+    An execution is a node's turn in one period; its number is ``period * nodes + node``.
 
     Args:
-        graph: What to simulate; a graph without contention needs a bounded run.
-        iterations: How many there are; may be ``UNBOUNDED``.
+        graph: The graph to simulate; a graph without contention needs a bounded run.
+        iterations: The number of iterations; may be ``UNBOUNDED``.
 
     Attributes:
-        start: Execution to ticks since the first period began; when all that it needs is
-            available, as far as that is known before its end is.
-        end: Execution to ticks; -1 while unknown.
+        start: The start of each execution, in ticks since the first period began. While its end is
+            unknown, the time at which its predecessors so far have ended.
+        end: The end of each execution, in ticks; -1 while unknown.
     """
 
     def __init__(self, graph: TimedGraph, iterations: int) -> None:
@@ -68,6 +70,7 @@ class EventSimulator:
         self.limit = self.size * (iterations + graph.depth - 1)
         self.start: list[int] = []
         self.end: list[int] = []
+        # ``_pending`` counts the predecessors of each execution that have not ended.
         self._pending: list[int] = []
         self._waits = _Waits(graph, iterations)
         self._out = _outgoing(graph)
@@ -76,7 +79,9 @@ class EventSimulator:
         self._each = [node.each for node in graph.nodes]
         self._sampled = graph.sampled
         self._lock = [node.lock for node in graph.nodes]
-        # For contended executions:
+        # The rest is for contended executions: ``_heap`` has requests by time; ``_free`` the time
+        # at which each resource is free; ``_blocked`` the requests for a resource whose holder
+        # waits for the lock; ``_next`` the executions behind one in a queue.
         number = {LOCK: _LOCK}
         self._needs = [
             tuple([number.setdefault(what, len(number)) for what in node.resources])
@@ -89,16 +94,18 @@ class EventSimulator:
         self._heap: list[tuple[int, int, _Request]] = []
         self._free = [0] * len(number)
         self._blocked: dict[int, list[tuple[int, int, _Request]]] = {}
-        self._last: dict[int, int] = {}  # queue to the last execution in it
+        # The last execution in each queue.
+        self._last: dict[int, int] = {}
         self._next: dict[int, list[int]] = {}
         self._grow()
         self._propagate(
-            # Those of the first period and, of several workers, of the next ones.
+            # Executions without predecessors: in the first period and, with several workers, in the
+            # next ones.
             [execution for execution, waits in enumerate(self._pending) if not waits]
         )
 
     def step(self) -> bool:
-        """Grant the earliest request and compute all that follows; False if there is none."""
+        """Grant the earliest request, and compute what follows; return False if there is none."""
         if not self._heap:
             return False
         if ready := self._grant(*heapq.heappop(self._heap)):
@@ -106,18 +113,20 @@ class EventSimulator:
         return True
 
     def execution(self, node: int, iteration: int) -> int:
-        """The execution of a node for an iteration."""
+        """Return the number of a node's execution for an iteration."""
         return (iteration + self._stage[node]) * self.size + node
 
     def retired(self, iteration: int) -> int:
-        """Simulate until an iteration is retired; when, in ticks."""
+        """Simulate until an iteration is retired, and return the time in ticks."""
         execution = self.execution(self.graph.retire, iteration)
         while execution >= len(self.end) or self.end[execution] < 0:
             self.step()
         return self.end[execution]
 
     def _grow(self) -> int:
-        """Add some periods; the number of executions that there are now."""
+        """Add some periods, and return the new number of executions."""
+        # As many periods as one execution can affect directly, so that one growth is enough for any
+        # arc.
         more = min(self._reach, (self.limit - len(self.end)) // self.size)
         for _ in range(more):
             self._pending += self._waits.in_next_period()
@@ -129,6 +138,7 @@ class EventSimulator:
 
     def _propagate(self, stack: list[int]) -> None:
         """Compute all executions that follow from those on the stack, except contended ones."""
+        # Local names, because this loop takes most of the time of a simulation.
         size = self.size
         total = self.iterations
         count = len(self.end)
@@ -151,6 +161,8 @@ class EventSimulator:
             if ended < 0:
                 ended = start[execution]
                 if exists:
+                    # Contended: wait in the heap. ``_grant`` sets the end and puts the execution
+                    # back on the stack.
                     if (needed := request[k]) is not None:
                         heapq.heappush(self._heap, (ended, execution, needed))
                         continue
@@ -162,6 +174,7 @@ class EventSimulator:
                     if other >= self.limit:
                         continue
                     count = self._grow()
+                # Arcs between iterations apply only if both iterations exist.
                 if distance is not None and not (exists and 0 <= iteration + distance < total):
                     continue
                 if ended + extra > start[other]:
@@ -175,7 +188,7 @@ class EventSimulator:
     # --------------------------------------------------------------- contended
 
     def _grant(self, time: int, execution: int, request: _Request) -> list[int]:
-        """Grant a request; the executions that can be computed now."""
+        """Grant a request, and return the executions that can be computed now."""
         if request is _Request.LAUNCH:
             return self._launch(execution)
         k = execution % self.size
@@ -183,10 +196,14 @@ class EventSimulator:
         free = self._free
         begin = time
         for what in needs:
+            # The holder's end is not known, because it waits for the lock: ask again when it has
+            # started.
             if free[what] == _HELD:
                 self._blocked.setdefault(what, []).append((time, execution, request))
                 return []
             begin = max(begin, free[what])
+        # Resources first, then the lock. The resources stay held meanwhile, as in Python code that
+        # waits for the lock inside a ``with`` block.
         if request is _Request.HOLD and self._lock[k]:
             for what in needs:
                 free[what] = _HELD
@@ -215,7 +232,7 @@ class EventSimulator:
     # ------------------------------------------------------------------ queues
 
     def _after_launch(self, execution: int, k: int, exists: bool) -> list[int]:
-        """Put what was launched into its queues; release what waits there for this execution."""
+        """Queue the device work of a launch; return what waited in a queue for this execution."""
         device = self.graph.device_of.get(k, -1)
         if exists and device in self.graph.queues:
             heapq.heappush(
@@ -227,6 +244,8 @@ class EventSimulator:
     def _launch(self, execution: int) -> list[int]:
         ready: list[int] = []
         for queue in self.graph.queues[execution % self.size]:
+            # Work goes behind the last one in each of its queues; the end of that one may be known
+            # already.
             ahead, self._last[queue] = self._last.get(queue, -1), execution
             if ahead >= 0 and self.end[ahead] < 0:
                 self._next.setdefault(ahead, []).append(execution)
@@ -242,7 +261,7 @@ class EventSimulator:
 
 
 def simulate_run(graph: TimedGraph, iterations: int) -> EventSimulator:
-    """Simulate so many iterations to their end, prologue and epilogue included."""
+    """Simulate a number of iterations to their end, prologue and epilogue included."""
     run = EventSimulator(graph, iterations)
     while run.step():
         pass
@@ -250,9 +269,9 @@ def simulate_run(graph: TimedGraph, iterations: int) -> EventSimulator:
 
 
 class _Waits:
-    """How many predecessors each execution has, period by period.
+    """The number of predecessors of each execution, period by period.
 
-    They are those of the period before, except for waits that apply for the first time, or no more.
+    The numbers change from one period to the next only by waits that begin or cease to apply.
     """
 
     def __init__(self, graph: TimedGraph, iterations: int) -> None:
@@ -261,6 +280,8 @@ class _Waits:
         self.first: dict[int, list[int]] = defaultdict(list)
         self.over: dict[int, list[int]] = defaultdict(list)
         nodes = graph.nodes
+        # A wait of lag n applies from period n on. An optional wait applies while both of its
+        # iterations exist, so it has a first and a last period.
         fixed = len(graph.arcs) - graph.optional
         for _, head, _, lag in graph.arcs[:fixed]:
             self.first[lag].append(head)
@@ -269,12 +290,16 @@ class _Waits:
             if max(stages) < min(stages) + iterations:
                 self.first[max(stages)].append(head)
                 self.over[min(stages) + iterations].append(head)
-        for node, queues in graph.queues.items():  # the one ahead of it in each of its queues
+        # In each of its queues, a node waits for the one ahead of it.
+        for node, queues in graph.queues.items():
             self.first[nodes[node].stage] += [node] * len(queues)
             self.over[nodes[node].stage + iterations] += [node] * len(queues)
 
     def in_next_period(self) -> list[int]:
-        """Node to the number of its predecessors; valid until the next call."""
+        """Return each node's predecessor count in the next period.
+
+        It is valid until the next call.
+        """
         for head in self.first.get(self.period, ()):
             self.counts[head] += 1
         for head in self.over.get(self.period, ()):
@@ -284,8 +309,11 @@ class _Waits:
 
 
 _OutArc: TypeAlias = tuple[int, int, int | None]
-"""An arc relative to its tail: offset to the head's execution; ticks in addition to the tail's own
-time; for arcs that apply only if both iterations exist, the offset between the iterations."""
+"""An arc relative to its tail.
+
+The offset to the head's execution; the ticks in addition to the tail's own time; and, for arcs that
+apply only if both iterations exist, the offset between the iterations.
+"""
 
 
 def _outgoing(graph: TimedGraph) -> list[list[_OutArc]]:

@@ -1,4 +1,4 @@
-"""The interval of a timed graph in the steady state, and what limits it."""
+"""The interval of a timed graph in the steady state, and the reason for it."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
 from swpipe.trace.span import Row
 
 LONGEST_RUN = 16
-"""How many iterations to simulate at most, in multiples of the graph's reach."""
+"""The largest number of iterations to simulate, in multiples of the graph's reach."""
 
 LEAD = 4
-"""How many iterations come before the sampled ones, in multiples of the graph's reach."""
+"""The number of iterations before the sampled ones, in multiples of the graph's reach."""
 
 LONGEST_PATTERN = 12
-"""Iterations in the longest repeating pattern that is searched for."""
+"""The number of iterations in the longest repeating pattern that is searched for."""
 
 
 class Interval(NamedTuple):
-    """From one iteration to the next in the steady state: exactly, or as a mean."""
+    """The time from one iteration to the next in the steady state, exactly or as a mean."""
 
     ii_us: float
     exact: bool
 
 
 def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
-    """The interval of a program's graph.
+    """Return the interval of a program's graph.
 
     Args:
-        graph: The graph.
-        enough_us: If a lower bound shows that the interval is at least this, the bound is returned
-            and nothing is simulated.
+        graph: The timed graph.
+        enough_us: A limit in microseconds: if a lower bound of the interval reaches it, the bound
+            is returned and nothing is simulated.
     """
     if graph.sampled:
         return _sampled_interval(graph)
     _, busy = graph.busiest()
     cycle = heaviest_cycle(len(graph.nodes), (*graph.arcs, *graph.steady), above=busy)
     bound_us = busy / TICKS_PER_US if cycle is None else cycle.ratio_us
+    # Without contention this bound is the interval itself.
     if not graph.contended or bound_us >= enough_us:
         return Interval(bound_us, exact=True)
     ii_us, exact = _simulated_interval(graph.limited())
@@ -56,17 +57,21 @@ def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
 def interval_us(
     plan: PipelinePlan, costs: CostModel, *, streams: bool, enough_us: float = math.inf
 ) -> float:
-    """The interval in microseconds of a validated plan; ``enough_us`` as for ``interval_of``."""
+    """Return the interval in microseconds of a validated plan.
+
+    ``enough_us`` is as for ``interval_of``.
+    """
     program = compile_plan(resolve_plan(plan), streams=streams)
     return interval_of(timed_graph(program, costs), enough_us).ii_us
 
 
 def _sampled_interval(graph: TimedGraph) -> Interval:
-    """The mean over the sampled iterations, which repeat; exact if they do so in equal times."""
+    """Return the mean interval over the sampled iterations; exact if rounds take equal times."""
+    # Round up to whole rounds of the samples, so that each measured round has every sample once.
     lead = -(-LEAD * graph.reach // graph.sampled) * graph.sampled
     ends = [lead + turn * graph.sampled for turn in range(3)]
     graph = graph.limited()
-    # More iterations follow, so that the last ones do not find the threads idle.
+    # More iterations follow the measured ones, so that these do not find the threads idle.
     run = EventSimulator(graph, ends[-1] + graph.in_flight + graph.reach)
     retired = [run.retired(end) for end in ends]
     passes = [late - early for early, late in pairwise(retired)]
@@ -75,18 +80,19 @@ def _sampled_interval(graph: TimedGraph) -> Interval:
 
 
 def _simulated_interval(graph: TimedGraph) -> tuple[float, bool]:
-    """The interval of a run that repeats, or the mean of a long run; whether it is exact."""
+    """Return the interval of a run that repeats, or the mean of a long run, and if it is exact."""
     run = EventSimulator(graph, UNBOUNDED)
     size = run.size
     memory = _memory(graph)
     offsets = [node.stage * size + k for k, node in enumerate(graph.nodes)]
     retired: list[int] = []
     shapes: list[tuple[int, ...]] = []
-    # Pattern length to the number of consecutive iterations equal to the one so many before.
+    # For each pattern length n, the number of consecutive iterations that equal the one n before.
     equal = [0] * (LONGEST_PATTERN + 1)
     for i in range(LONGEST_RUN * graph.reach):
         retired.append(run.retired(i))
-        # All ends in the iteration, relative to its retirement; and the time since the last one.
+        # The shape of the iteration: all ends relative to its retirement, and the time since the
+        # last one.
         done = retired[i]
         end = run.end
         first = i * size
@@ -95,18 +101,22 @@ def _simulated_interval(graph: TimedGraph) -> tuple[float, bool]:
         for pattern in range(1, min(i, LONGEST_PATTERN) + 1):
             equal[pattern] = equal[pattern] + 1 if shapes[i - pattern] == shape else 0
             if equal[pattern] == memory:
+                # Enough consecutive equal shapes determine all later iterations: the run repeats
+                # from here on.
                 return (done - retired[i - pattern]) / pattern / TICKS_PER_US, True
+    # The run did not repeat: the first half may contain the way to the steady state.
     half = len(retired) // 2
     taken = retired[-1] - retired[half]
     return taken / (len(retired) - 1 - half) / TICKS_PER_US, False
 
 
 def _memory(graph: TimedGraph) -> int:
-    """How many consecutive iterations determine all later ones.
+    """Return the number of consecutive iterations that determine all later ones.
 
-    When the device has done the first of ``in_flight`` + 1 iterations, it has done all before it,
-    and at most those after it are in flight; their own shapes show how they continue. Earlier
-    iterations matter only through a thread's wake-up time, as far back as a wait reaches.
+    When the device has finished the first of ``in_flight`` + 1 iterations, it has finished all
+    iterations before, and at most those after are in flight; their own shapes determine how they
+    continue. Earlier iterations matter only through a thread's wake-up time, as far back as a wait
+    reaches.
     """
     nodes = graph.nodes
     back = (
@@ -121,13 +131,13 @@ def _memory(graph: TimedGraph) -> int:
 
 
 class Limit(NamedTuple):
-    """What limits an interval.
+    """The reason for an interval.
 
     Attributes:
-        text: In full.
-        what: What is always busy, such as "thread 'io'"; "" for a cycle of tasks that wait for
-            each other, and where nothing does.
-        tasks: The tasks on it, or in the cycle.
+        text: The full description.
+        what: The resource that is always busy, such as "thread 'io'"; "" for a cycle of tasks that
+            wait for each other, and if nothing limits the interval.
+        tasks: The tasks that use the resource, or are in the cycle.
     """
 
     text: str
@@ -136,9 +146,10 @@ class Limit(NamedTuple):
 
 
 def limit_of(graph: TimedGraph, ii_us: float) -> Limit:
-    """What limits an interval: what is always busy, or a cycle of tasks that wait for each other.
+    """Return what limits an interval.
 
-    Or else what goes to whoever comes first, so that no cycle is fixed.
+    It is a resource that is always busy, or a cycle of tasks that wait for each other, or else
+    contention, under which no fixed cycle determines the interval.
     """
     if not ii_us:
         return Limit("nothing")
@@ -167,6 +178,7 @@ def limit_of(graph: TimedGraph, ii_us: float) -> Limit:
 def _of_cycle(graph: TimedGraph, cycle: ArcCycle) -> Limit:
     nodes = graph.nodes
     arcs = cycle.arcs
+    # Start at the earliest stage, so that the text begins with iteration i and reads in order.
     iteration = 0
     first = min(range(len(arcs)), key=lambda k: (nodes[arcs[k].tail].stage, arcs[k].tail))
     words: list[str] = []

@@ -1,4 +1,4 @@
-r"""Simulates a plan under a cost model: its timeline, its interval, and what limits it.
+r"""The simulation of a plan under a cost model: its timeline, its interval, and its limits.
 
 The plan is compiled by ``swpipe._engine.program``, as for a run, and the program is simulated with
 its host waits, event waits, ``<admit>``, ``<retire>`` and back-pressure.
@@ -12,23 +12,24 @@ its host waits, event waits, ``<admit>``, ``<retire>`` and back-pressure.
 
 Assumptions:
 
-- A task takes its ``host_us`` on its thread: that of each sampled iteration, one after the other
-  and again, where the costs have tables; otherwise always the same. The first ``gil_us`` of it need
-  the interpreter lock, which is granted in the order of requests and is not taken away. (Python
-  takes it away after 5 ms, so for longer parts the simulated waits are too long.)
+- A task takes its ``host_us`` on its thread. If the costs have tables, the times of the sampled
+  iterations are used one after the other, and again from the first; otherwise every iteration takes
+  the same time. The first ``gil_us`` of it need the interpreter lock, which is granted in the order
+  of requests and is not taken away. (Python takes it away after 5 ms, so for longer parts the
+  simulated waits are too long.)
 - Then its ``device_us`` run on its stream, once the stream has reached them, their event waits (3)
   are done and their resources are free. Streams do not slow each other down.
 - A named resource is held during the device work, or the host work if there is none. Device work
-  gets streams and resources in the order in which it was launched: of a communicator, work that
-  waits for its event holds up what was launched later on another stream. Host work is granted a
-  resource when it asks first; a task that needs two takes both at once.
-- A thread goes on as soon as its work is launched or, if the task ``blocks``, when that is done.
-  Queues to the device have room for all that is launched. (CUDA blocks a thread that is about 1,024
-  launches ahead. If a task launches many more, the truth is nearer to ``blocks``.)
-- How far the host gets ahead of the device is limited by the plan's ``run_ahead``.
-- A host wait (1) is for the producer's submission. A waiting thread wakes ``handover_us`` later.
+  gets streams and resources in the order in which it was launched: with a communicator, work that
+  waits for its event delays work that was launched later on another stream. Host work is granted a
+  resource in the order of requests; a task that needs two takes both at once.
+- A thread continues as soon as its work is launched or, if the task ``blocks``, when the work is
+  done. Queues to the device have room for all work that is launched. (CUDA blocks a thread that is
+  about 1,024 launches ahead. If a task launches many more, ``blocks`` is nearer to the truth.)
+- The plan's ``run_ahead`` limits how far the host gets ahead of the device.
+- A host wait (1) ends at the producer's submission. A waiting thread wakes ``handover_us`` later.
   Nothing else costs time: not instructions, ``<admit>``, ``<retire>`` (2), reading the next batch,
-  nor what the caller does between calls of ``progress()``. Model such work as a task.
+  nor the caller's work between calls of ``progress()``. Model that work as a task.
 - On a device without streams all work is host work: host and device times add up on the thread.
 - Batches are on the host, and there is always another one until the last.
 
@@ -36,9 +37,9 @@ Assumptions:
 iterations in the steady state. Planners search by the mean costs (``interval_us``). Without
 contention (see ``timed_graph``) it is the maximum cycle ratio of the program's timed graph. This is
 more accurate than a simulation, since threads of nearly equal load take long to reach the steady
-state. With contention, the run is
-simulated until it repeats exactly; if it does not within some hundred iterations, the interval is
-the mean of the second half, but not below the bounds of the graph and the resources.
+state. With contention, the run is simulated until it repeats exactly. If it does not repeat within
+some hundred iterations, the interval is the mean of the second half, but not below the bounds of
+the graph and the resources.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ from swpipe.trace.span import Row, Span, in_order
 from swpipe.trace.trace import Trace
 
 MOST_STEPS = 4_000
-"""The most tasks x iterations in flight that are simulated."""
+"""The largest number of tasks x iterations in flight that is simulated."""
 
 _MOST_ITERATIONS = 64
 
@@ -80,12 +81,12 @@ _KINDS = ("thread", "stream", "resource", "lock")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy one thread, stream or resource is in the steady state.
+    """The load of one thread, stream or resource in the steady state.
 
     Attributes:
-        name: Of the thread group, the stream or the resource.
+        name: The name of the thread group, the stream or the resource.
         kind: Which of these it is; "lock" is the interpreter lock.
-        busy_us: Per iteration, in microseconds.
+        busy_us: The busy time per iteration, in microseconds.
         idle: The fraction of the interval in which it is idle, from 0 to 1.
     """
 
@@ -101,17 +102,18 @@ class Simulation:
 
     Attributes:
         plan: The simulated plan.
-        ii_us: From one iteration to the next in the steady state, in microseconds.
-        exact: Whether ``ii_us`` is exact, or the mean over a run that did not repeat.
-        limits: What limits it: what is always busy, or a cycle of tasks that wait for each other.
-        latency_us: From the first iteration's admission until it is retired and its device work
-            is finished.
+        ii_us: The interval in the steady state, in microseconds.
+        exact: Whether ``ii_us`` is exact; if not, it is the mean of a run that did not repeat.
+        limits: The reason for the interval: a resource that is always busy, or a cycle of tasks
+            that wait for each other.
+        latency_us: The time from the first iteration's admission until it is retired and its device
+            work is finished.
         loads: Threads, then streams, then resources, then the interpreter lock.
         spans: The timeline of a run of ``iterations``, prologue and epilogue included.
         iterations: How many iterations ``spans`` has.
         arrows: The declared dependences of one iteration.
-        memory: What the iterations in flight hold at most, where the costs have the tasks' memory.
-        ranks: The step on many ranks, where they are given.
+        memory: The peak memory of the iterations in flight; None if the costs have no memory.
+        ranks: The step on many ranks; None if no ranks were given.
     """
 
     plan: PipelinePlan
@@ -128,15 +130,15 @@ class Simulation:
 
     @property
     def limit(self) -> str:
-        """``limits`` in words."""
+        """The text of ``limits``."""
         return self.limits.text
 
     def trace(self) -> Trace:
-        """The timeline, which can be drawn and saved like a measured one."""
+        """Return the timeline, which can be drawn and saved like a measured one."""
         return Trace(self.spans, arrows=self.arrows)
 
     def format(self) -> str:
-        """The interval, a table of threads, streams and resources, and what limits the interval."""
+        """Return the interval, a table of the loads, and what limits the interval."""
         rows = [
             (load.kind, load.name, f"{load.busy_us / 1e3:.3f}", f"{load.idle:.1%}")
             for load in self.loads
@@ -162,12 +164,12 @@ def simulate(
     """Simulate a plan under a cost model.
 
     Args:
-        plan: What to simulate; it may name tasks without functions.
+        plan: The plan to simulate; it may name tasks without functions.
         costs: A cost for each of its tasks.
         streams: Whether the device has streams; False for a CPU.
-        iterations: How many ``spans`` shows; by default a few more than the plan's depth. The
-            interval does not depend on it.
-        ranks: Simulate the step on so many ranks, too; the same ranks give the same result.
+        iterations: How many iterations ``spans`` has; by default a few more than the plan's depth.
+            The interval does not depend on it.
+        ranks: Ranks for which the step is simulated too; the same ranks give the same result.
 
     Raises:
         PlanError: The plan cannot run, a task has no cost, the plan is too large to simulate, or
@@ -183,9 +185,12 @@ def simulate(
         rule = f"at most {MOST_STEPS} are simulated: use fewer tasks or stages"
         raise PlanError([Problem(f"tasks x iterations in flight are {steps}, but {rule}")])
     program = compile_plan(resolved, streams=streams)
+    # Two simulations: ``interval_of`` runs until the steady state, and ``simulate_run`` gives the
+    # timeline that is shown, prologue and epilogue included.
     graph = timed_graph(program, costs, sampled=True)
     interval = interval_of(graph)
     shown = plan.depth + 4 if iterations is None else iterations
+    # The spans come from a run of their own, since the interval may need many more iterations.
     run = simulate_run(graph, shown)
     return Simulation(
         plan=plan,
@@ -203,24 +208,27 @@ def simulate(
 
 
 def peak_of(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> PeakMemory | None:
-    """What a valid plan holds at most; None where the costs do not have the tasks' memory."""
+    """Return a valid plan's peak memory; None if the costs do not have the tasks' memory."""
     return _peak(compile_plan(resolve_plan(plan), streams=streams), costs)
 
 
 def _peak(program: Program, costs: CostModel) -> PeakMemory | None:
-    """What a program holds at most.
+    """Return a program's peak memory, or None if the costs do not have the tasks' memory.
 
     The simulated run is long enough for threads to get as far ahead as they may. Each instruction
-    takes one tick at least: what several threads do at one time then has the order of their waits,
-    and where these leave it open, memory is taken before ``<retire>`` gives any back.
+    takes at least one nanosecond, so that simultaneous instructions of several threads have the
+    order of their waits. Where the waits leave the order open, memory is allocated before
+    ``<retire>`` frees any.
     """
     if costs.memory is None:
         return None
     plan = program.resolved.plan
     graph = timed_graph(program, costs, least=_TICKS_PER_NS)
+    # Bounded below, to reach the steady state, and above, since large plans have many nodes.
     least = 3 * graph.depth + 8
     most = MOST_STEPS // len(graph.nodes)
     run = simulate_run(graph, max(least, min(_MOST_ITERATIONS, most)))
+    # Memory is counted from the task that allocates it to the place of its release.
     made_on = {name: stream_name(entry.stream) for name, entry in plan.schedule.items()}
     blocks = costs.memory.under(plan.keep)
     going = ReleasePlaces(HappensBefore(program))
@@ -232,6 +240,8 @@ def _peak(program: Program, costs: CostModel) -> PeakMemory | None:
 
 def _latency_us(run: EventSimulator) -> float:
     graph = run.graph
+    # From the start of ``<admit>``, which may wait before it, to the end of ``<retire>`` on the
+    # device.
     admit = next(k for k, node in enumerate(graph.nodes) if node.task == ADMIT)
     return (run.retired(0) - run.start[run.execution(admit, 0)]) / TICKS_PER_US
 
@@ -240,6 +250,8 @@ def _loads(graph: TimedGraph, interval: Interval) -> Iterable[Load]:
     for key, uses in graph.load.items():
         busy_us = sum(uses.values()) / TICKS_PER_US
         idle = max(0.0, 1 - busy_us / interval.ii_us) if interval.ii_us else 1.0
+        # Keys are rows of threads and streams, and names of resources; the lock is one of the
+        # names.
         if isinstance(key, Row):
             yield Load(key.name, key.kind, busy_us, idle)
         else:
@@ -247,9 +259,10 @@ def _loads(graph: TimedGraph, interval: Interval) -> Iterable[Load]:
 
 
 def _spans(run: EventSimulator, *, events: bool = False) -> Iterable[Span]:
-    """The spans of a run; also of what takes no time on a stream, if ``events``."""
+    """Yield the spans of a run; with ``events``, also spans without duration on streams."""
     nodes = run.graph.nodes
     returns = run.graph.returns
+    # ``<begin>`` and returns are nodes of the graph, but no work of their own.
     hidden = {k for k, node in enumerate(nodes) if node.task == BEGIN or k in returns.values()}
     for execution, start in enumerate(run.start):
         period, k = divmod(execution, len(nodes))
@@ -257,6 +270,8 @@ def _spans(run: EventSimulator, *, events: bool = False) -> Iterable[Span]:
         iteration = period - node.stage
         if not 0 <= iteration < run.iterations or k in hidden:
             continue
+        # The span of a task that blocks ends with the node of its return. Its wait is the time
+        # since the node before it on its thread ended.
         wait = 0
         end = run.end[execution - k + returns.get(k, k)]
         row = node.row
@@ -265,7 +280,8 @@ def _spans(run: EventSimulator, *, events: bool = False) -> Iterable[Span]:
             row = threads[iteration % len(threads)]
             before = execution - k + node.previous - node.back * len(nodes)
             wait = start - run.end[before] if before >= 0 else start
-        elif start == end and not events:  # an event without work
+        # An event without work, such as a wait, has no span.
+        elif start == end and not events:
             continue
         begin_ns = start // _TICKS_PER_NS
         end_ns = end // _TICKS_PER_NS

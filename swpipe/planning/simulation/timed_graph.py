@@ -15,15 +15,16 @@ Each node is executed once per period, and an arc has the lag between its ends i
 contention the interval of the program is the *maximum cycle ratio* of this graph (F. Baccelli et
 al., "Synchronization and Linearity", 1992).
 
-A stream does what it is given in the order of launch, and so does a named resource that device work
-on several streams uses, such as a communicator. If one thread launches all of it, or if the stream
-has a name, that is the order of the program: these are arcs, too.
+A stream runs its work in the order of launch, and so does a named resource that device work on
+several streams uses, for example a communicator. If one thread launches all of the work, or if the
+stream has a name, the order of launch is that of the program: arcs express it, too.
 
-*Contended* is what has no fixed order:
+A resource is *contended* if it has no fixed order:
 
-- a stream or such a resource, if several threads launch its work: who launches first;
-- a named resource that host work uses besides work on another row (a row is a thread or a stream),
-  and the interpreter lock, if tasks of two or more thread groups hold it: who requests it first.
+- a stream or a resource of device work, if several threads launch its work: the first launch wins;
+- a named resource that is used by host work and by work on another row (a row is a thread or a
+  stream), and the interpreter lock, if tasks of two or more thread groups hold it: the first
+  request wins.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from swpipe.planning.simulation.cycles import Arc, ticks
 from swpipe.trace.span import Row
 
 LOCK = "interpreter lock"
-"""The name of the lock among the resources."""
+"""The name of the interpreter lock among the resources."""
 
 _FAR = 4
-"""Without a limit, so many iterations beyond the depth are taken to be launched at most."""
+"""The run-ahead, beyond the depth, that is assumed if the plan has no limit."""
 
 
 class Node(NamedTuple):
@@ -55,14 +56,14 @@ class Node(NamedTuple):
         task: The instruction's task.
         stage: As in the program: in period p it works on iteration p - stage.
         row: The thread group or the stream.
-        time: Duration in ticks, in the mean.
-        lock: The first so many of these ticks need the interpreter lock; 0 if no other thread
-            holds it.
-        resources: What goes to whoever requests it first, and is held from start to end.
+        time: The mean duration in ticks.
+        lock: The number of ticks, from the start, that need the interpreter lock; 0 if no other
+            thread holds it.
+        resources: The contended resources, which are held from start to end.
         previous: For host work, the node before it on its thread; for the thread's first, its last.
-        back: How many periods before that one is: 0, and for the thread's first 1, or as many as
-            the group has workers.
-        each: The duration in each sampled iteration, which repeat; () if it is always ``time``.
+        back: How many periods earlier ``previous`` runs: 0; for the thread's first 1, or the number
+            of workers of the group.
+        each: The duration in each sampled iteration, repeated; () if it is always ``time``.
     """
 
     task: str
@@ -78,26 +79,31 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TimedGraph:
-    """Nodes and arcs of a program.
+    """The nodes and arcs of a program.
 
     Attributes:
         nodes: Host work in the order of the program, then device work, then returns.
-        arcs: Their ``distance`` is a lag in periods.
-        optional: The last so many arcs apply only if both iterations exist.
-        steady: More arcs, for the steady state: a run has ``queues`` instead, for it begins and
-            ends with iterations that do not exist, and these take no turn.
-        depth: Of the program.
-        run_ahead: How many iterations that were handed out the device may not have done yet; None
+        arcs: Constraints between nodes; their ``distance`` is a lag in periods.
+        optional: The number of arcs, at the end of ``arcs``, that apply only if both iterations
+            exist.
+        steady: Further arcs that hold in the steady state. A run has ``queues`` instead, because at
+            its
+            begin and end some iterations do not exist and take no turn.
+        depth: The depth of the program.
+        run_ahead: How many iterations that were handed out the device may not have finished yet;
+            None
             for any number.
         retire: The node that ends an iteration.
-        queues: Device node to the numbers of the queues in which it waits for its turn, in the
-            order of launch.
-        contended: Whether anything is granted in no fixed order, so that arcs do not fix all times.
-        device_of: Host node to its device node.
-        returns: Host node of a task that blocks to the node of its return.
-        load: Row, resource or lock to the tasks that use it, each with its ticks per iteration; of
-            several workers, which share a row here, those of one.
-        threads: Row of host work to the rows of its workers.
+        queues: For each device node, the numbers of the queues in which it waits, in the order of
+            launch.
+        contended: Whether a resource is granted in no fixed order, so that arcs do not fix all
+            times.
+        device_of: The device node of each host node.
+        returns: For the host node of each task that blocks, the node of its return.
+        load: For each row, resource and lock, the tasks that use it, each with its ticks per
+            iteration.
+            Several workers share a row here, which has the load of one of them.
+        threads: For each row of host work, the rows of its workers.
     """
 
     nodes: tuple[Node, ...]
@@ -116,29 +122,29 @@ class TimedGraph:
 
     @property
     def in_flight(self) -> int:
-        """How many iterations can have begun of which the device has not done all."""
+        """The largest number of iterations that have begun and that the device has not finished."""
         return self.depth + (self.run_ahead or 0)
 
     @property
     def sampled(self) -> int:
-        """How many sampled iterations there are; 0 if each task always takes the same."""
+        """The number of sampled iterations; 0 if each task always takes the same time."""
         return max(len(node.each) for node in self.nodes)
 
     def busiest(self) -> tuple[Row | str, int]:
-        """What is busy longest in an iteration, and for how many ticks."""
+        """Return the row or resource that is busy longest per iteration, and its ticks."""
         loads = ((key, sum(uses.values())) for key, uses in self.load.items())
         return max(loads, key=lambda load: load[1])
 
     @property
     def reach(self) -> int:
-        """Periods over which one execution can affect another directly."""
+        """The number of periods over which one execution can affect another directly."""
         return self.depth + max(arc.distance for arc in self.arcs) + 1
 
     def limited(self) -> TimedGraph:
-        """The same, with a limit to the iterations that the host may be ahead of the device.
+        """Return the same graph, with a limit on how far the host gets ahead of the device.
 
-        Where there is none, one that leaves the interval as it is: the device has more work waiting
-        than the threads are apart.
+        If the graph has no limit, one is added that does not change the interval: the device always
+        has more work waiting than the threads are apart.
         """
         if self.run_ahead is not None:
             return self
@@ -149,31 +155,34 @@ class TimedGraph:
 
 
 def host_time(cost: TaskCost, streams: bool) -> int:
-    """Ticks until the device work is launched; without a stream all work is done on the thread."""
+    """Return the ticks until a task's device work is launched.
+
+    Without a stream, the thread does all the work, and its time counts too.
+    """
     return ticks(cost.host_us) + (0 if streams else ticks(cost.device_us))
 
 
 def thread_time(cost: TaskCost, streams: bool) -> int:
-    """Ticks on the thread, at least: it may wait for the device work."""
+    """Return the least number of ticks on the thread, which may wait for the device work."""
     return host_time(cost, streams and not cost.blocks)
 
 
 def timed_graph(
     program: Program, costs: CostModel, *, least: int = 0, sampled: bool = False
 ) -> TimedGraph:
-    """The graph of a program; every instruction takes ``least`` ticks of its thread or more.
+    """Return the graph of a program, in which every instruction takes at least ``least`` ticks.
 
-    With ``sampled`` its nodes have the times of the sampled iterations, beside their means.
+    With ``sampled`` its nodes have the times of the sampled iterations, besides their means.
     """
     return _Builder(program, costs, least, sampled).build()
 
 
 class _Line(NamedTuple):
-    """Device work that is done one at a time, in the order of launch.
+    """Device work that runs one at a time, in the order of launch.
 
     Attributes:
         works: Device nodes in the order of the period.
-        on_one_stream: Whether that does so by itself.
+        on_one_stream: Whether all of it is on one stream, which keeps the order by itself.
         is_programs: Whether the order of launch is that of the period.
     """
 
@@ -188,7 +197,9 @@ class _Builder:
         self.sampled = costs.iterations if sampled else 0
         self.streams = streams = program.streams
         self.handover = ticks(costs.handover_us)
+        # Tasks without a cost were refused by ``of``; swpipe's own instructions cost nothing.
         known = costs.of(program.tasks)
+        # Without a group that pulls, ``<admit>`` pulls the batch and has its cost.
         puller = PULL if PULL in program.instructions else ADMIT
         known[puller] = costs.tasks.get(PULL, TaskCost())
         found = program.instructions
@@ -201,6 +212,8 @@ class _Builder:
         each = list(zip(order, self.costs, self.has_stream, strict=True))
         self.times = [max(least, host_time(cost, there)) for _, cost, there in each]
         self.host = {ins.task: k for k, ins in enumerate(order)}
+        # Nodes are numbered: host work in program order, then device work, then returns.
+        # Instructions that give their stream nothing to do have no device node.
         self.device: dict[str, int] = {}
         for ins, cost, there in each:
             if there and _launches(ins, cost):
@@ -221,6 +234,8 @@ class _Builder:
     def build(self) -> TimedGraph:
         nodes = self._nodes()
         lines = list(self._lines())
+        # A line with the program's order on one stream needs only arcs. All other lines are queues
+        # in a run.
         streams = [line for line in lines if line.on_one_stream and line.is_programs]
         queues = [line for line in lines if line not in streams]
         optional = tuple(self._optional(nodes))
@@ -234,12 +249,15 @@ class _Builder:
         return TimedGraph(
             nodes=tuple(nodes),
             arcs=(*self._fixed(nodes), *_rings(nodes, streams), *optional),
+            # Optional arcs come last in ``arcs``: the simulator tells them apart by their number.
             optional=len(optional),
             steady=tuple(_rings(nodes, [queue for queue in queues if queue.is_programs])),
             depth=self.program.depth,
             run_ahead=self.program.launch_limit if self.streams else 0,
             retire=(self.device if self.streams else self.host)[RETIRE],
             queues={node: tuple(numbers) for node, numbers in turns.items()},
+            # A queue with the program's order has fixed times in the steady state, and is not
+            # contended.
             contended=not all(queue.is_programs for queue in queues)
             or any(node.lock or node.resources for node in nodes),
             device_of={self.host[task]: node for task, node in self.device.items()},
@@ -249,13 +267,15 @@ class _Builder:
         )
 
     def _lines(self) -> Iterable[_Line]:
-        """What is done in the order of launch, on each stream and with each resource on several."""
+        """Yield the work of each stream, and of each resource that work on several streams uses."""
         users: dict[Row | str, list[Instruction]] = defaultdict(list)
         for k, ins in enumerate(self.instructions):
             if ins.task in self.device:
                 users[self.stream_rows[k]].append(ins)
                 for resource in self.costs[k].resources if self.on_device[k] else ():
                     users[resource].append(ins)
+        # A stream is always a line of its own. A resource is one only if it joins several streams:
+        # on one stream, the stream's order implies its own.
         for key, found in users.items():
             on_one_stream = len({ins.stream for ins in found}) == 1
             if isinstance(key, Row) or not on_one_stream:
@@ -274,6 +294,8 @@ class _Builder:
             for lane in self.program.lanes
             for previous, ins in pairwise((lane.instructions[-1], *lane.instructions))
         }
+        # The lock counts only if two threads can hold it: several groups, or several workers of
+        # one.
         shared = self._requested()
         holders = {r for r, cost in zip(self.rows, self.costs, strict=True) if cost.gil_us}
         lockers = [thread for row in holders for thread in self.threads[row]]
@@ -284,6 +306,8 @@ class _Builder:
             here, there = ((), held) if self.on_device[k] else (held, ())
             lock = ticks(cost.gil_us) if len(lockers) > 1 else 0
             previous = before[ins.task]
+            # The first instruction follows the last one of the period before; with n workers, n
+            # periods before.
             back = 0 if ins.position else len(self.threads[self.rows[k]])
             row = self.rows[k]
             stream_row = self.stream_rows[k]
@@ -299,12 +323,12 @@ class _Builder:
         return nodes + device + returns
 
     def _passed(self, ins: Instruction) -> int:
-        """The node after which a thread is past an instruction."""
+        """Return the node after which a thread has passed an instruction."""
         here = self.host[ins.task]
         return self.returns.get(here, here)
 
     def _requested(self) -> set[str]:
-        """Resources that host work uses, and work on another row."""
+        """Return the resources that host work uses together with work on another row."""
         users: dict[str, set[Row]] = defaultdict(set)
         by_hosts: set[str] = set()
         for k, cost in enumerate(self.costs):
@@ -325,7 +349,8 @@ class _Builder:
             previous = nodes[here].previous
             yield Arc(previous, here, nodes[previous].time, nodes[here].back)
             for wait in ins.host_waits:
-                # The wait is for the instruction at this position of the other thread.
+                # The wait ends when the other thread has passed the instruction at this position,
+                # and this thread wakes ``handover`` later.
                 lane = self.program.lanes[wait.lane]
                 passed = self._passed(lane.instructions[wait.position])
                 yield Arc(passed, here, nodes[passed].time + self.handover, wait.lag)
@@ -335,20 +360,24 @@ class _Builder:
                 yield Arc(here, self.returns[here], nodes[here].time, 0)
 
     def _optional(self, nodes: Sequence[Node]) -> Iterable[Arc]:
-        """Event waits, blocking and back-pressure, which are those of iterations."""
+        """Yield the arcs of event waits, blocking and back-pressure, which bind iterations."""
         if not self.streams:
             return
+        # A task that blocks returns when its device work is done.
         for here, back in self.returns.items():
             device = self.device[nodes[here].task]
             yield Arc(device, back, nodes[device].time, 0)
         stage = {ins.task: ins.stage for ins in self.instructions}
         for ins in self.instructions:
             for wait in ins.event_waits:
-                if wait.producer in self.device:  # the batch itself is assumed to be on the host
+                # The batch is assumed to be on the host: no event for it.
+                if wait.producer in self.device:
                     tail = self.device[wait.producer]
                     head = self.device[ins.task]
                     lag = stage[ins.task] - stage[wait.producer] + wait.distance
                     yield Arc(tail, head, nodes[tail].time, lag)
+        # Back-pressure: ``<admit>`` waits until the device has passed ``<retire>`` of an earlier
+        # iteration. ``<retire>`` has stage depth - 1, so the lag in periods is 1 + limit.
         if (limit := self.program.launch_limit) is not None:
             done = self.device[RETIRE]
             yield Arc(done, self.host[ADMIT], nodes[done].time + self.handover, 1 + limit)
@@ -356,11 +385,12 @@ class _Builder:
     # ------------------------------------------------------------------- load
 
     def _uses(self) -> Iterable[tuple[Row | str, str, int]]:
-        """What each task uses, and for how many ticks."""
+        """Yield each resource that a task uses, with the task and its ticks."""
         for k, (ins, cost) in enumerate(zip(self.instructions, self.costs, strict=True)):
             has_stream = self.has_stream[k]
             row = self.rows[k]
             busy = max(self.times[k], thread_time(cost, has_stream))
+            # Of n workers each runs the task every n iterations; the quotient is rounded up.
             yield row, ins.task, -(-busy // len(self.threads[row]))
             if has_stream:
                 yield self.stream_rows[k], ins.task, ticks(cost.device_us)
@@ -372,7 +402,7 @@ class _Builder:
 
 
 def _launches(ins: Instruction, cost: TaskCost) -> bool:
-    """Whether an instruction gives work, a wait or an event to its stream, or waits for that."""
+    """Return whether an instruction gives its stream work, a wait or an event, or waits for it."""
     waits = any(wait.producer not in SOURCES for wait in ins.event_waits)
     own = ins.task in SOURCES
     works = cost.device_us > 0 or cost.blocks
@@ -380,7 +410,7 @@ def _launches(ins: Instruction, cost: TaskCost) -> bool:
 
 
 def _rings(nodes: Sequence[Node], lines: Iterable[_Line]) -> Iterable[Arc]:
-    """Each work after the one before it, and the first after the last one of the period before."""
+    """Yield arcs from each work to the next, and from the last to the first of the next period."""
     for line in lines:
         for a, b in pairwise(line.works):
             yield Arc(a, b, nodes[a].time, 0)
