@@ -52,7 +52,7 @@ class Access:
         task: The task; "" outside swpipe's tasks.
         iteration: From 0; outside tasks, how many items the loop had handed out.
         place: The line that launched it, "file.py:12"; "backward" for autograd's own work.
-        operator: Such as "aten::copy_".
+        operator: The name of the operator, such as ``aten::copy_``.
         stream: The plan's name for it, or "default stream", "stream 3", "host".
         writes: Whether it writes the memory.
     """
