@@ -218,7 +218,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         """Check that the plan can be run in a direction: "forward" once, then "backward" once.
 
         Raises:
-            RuntimeError: It cannot.
+            RuntimeError: The plan cannot be run in this direction now.
         """
         if self._done != _BEFORE[direction]:
             raise RuntimeError(
@@ -227,7 +227,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
             )
 
     def begin(self, direction: str) -> None:
-        """Record that the plan is run in a direction."""
+        """Record that a run of the plan in a direction begins."""
         self._done = direction
 
     def run_backward_input(self, grad: Tensor) -> Tensor | None:
@@ -257,7 +257,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         return input_grad
 
     def run_backward_dw(self) -> None:
-        """Compute the weight gradients that ``run_backward_input`` has delayed; release all."""
+        """Compute the weight gradients that ``run_backward_input`` delayed; release the plan."""
         self.record_current_stream()
         # The order in which a backward would have computed them. Exchanges delay nothing.
         for layer in reversed(self.layers):

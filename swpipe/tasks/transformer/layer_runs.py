@@ -107,7 +107,7 @@ class _Pipelines(threading.local):
         self._made: OrderedDict[Any, SWPipeline[PairContext]] = OrderedDict()
 
     def of(self, order: Steps, device: Device) -> SWPipeline[PairContext]:
-        """Return the pipeline of an order, which is made at the first call."""
+        """Return the pipeline that runs an order; the first call for an order makes it."""
         streams = (get_comp_stream(), get_comm_stream()) if device.has_streams else (None, "comm")
         # The streams belong to the key, since ``set_streams`` can change them between calls.
         key = (order, device.name, streams)
@@ -197,7 +197,7 @@ _AROUND: dict[tuple[str, str], TaskFn] = {
     ("end", "f"): _end_forward,
     ("end", "b"): _end_backward,
 }
-"""The functions of the steps around a chunk's layers that are no nodes."""
+"""The functions of the steps before and after a chunk's layers that run no node."""
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
@@ -206,7 +206,7 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 
 class SameOrder:
-    """A comparison of the steps between ranks, which has started.
+    """A comparison of steps between ranks, which starts when the object is made.
 
     Args:
         order: The steps that this rank is about to run.
@@ -246,7 +246,7 @@ class SameOrder:
 
 
 def check_same_plan_in_group(plan: PipelinePlan, group: dist.ProcessGroup | None) -> None:
-    """Compare a plan between the ranks of an expert group. A collective; nothing without a group.
+    """Check that all ranks of an expert group have the same plan; a collective of the group.
 
     Raises:
         RuntimeError: The ranks have different plans; raised on all of them.

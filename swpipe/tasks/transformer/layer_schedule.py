@@ -118,7 +118,7 @@ class TransformerLayerNode(ScheduleNode):
         self._detached: list[tuple[Tensor, Tensor]] = []
 
     def detach(self, tensor: Tensor) -> Tensor:
-        """Return a leaf for other nodes, whose gradients are added to it."""
+        """Return a leaf of a tensor for other nodes, which add their gradients to the leaf."""
         # The pair joins the two graphs: other nodes add gradients to the leaf, and this node's
         # backward passes them on to the tensor.
         leaf: Tensor = as_leaf(tensor)
@@ -432,7 +432,7 @@ def predicts(layer: Layer) -> bool:
 
 
 def decoder_of(layer: Any) -> Any:
-    """Return the transformer layer in a layer for multi-token prediction; another layer itself."""
+    """Return the transformer layer of a layer for multi-token prediction, or the layer itself."""
     return getattr(layer, "transformer_layer", layer)
 
 

@@ -28,7 +28,7 @@ Loss: TypeAlias = Callable[[Tensor, Mapping[str, Any]], Tensor]
 """Maps a chunk's output and the microbatch to a scalar, which is differentiated."""
 
 _OF_MTP = (("attn", ""), ("mtp_post_process", ""))
-"""Steps of multi-token prediction that embed tokens, or compute logits."""
+"""The steps of a layer for multi-token prediction that embed tokens or compute logits."""
 
 
 def mean_of_output(output: Tensor, batch: Mapping[str, Any]) -> Tensor:

@@ -100,7 +100,7 @@ class ScheduleNode:
 
     @property
     def output(self) -> Values:
-        """The result of that forward, a value or a tuple; None otherwise."""
+        """The result of the last forward, a value or a tuple; None after its backward."""
         return None if self._outputs is None else _single(self._outputs)
 
     def get_output(self) -> Values:
@@ -124,10 +124,11 @@ class ScheduleNode:
         """Run backward from the gradients of the outputs; return those of the inputs.
 
         Gradients of parameters are added to ``.grad`` as usual. Give None for an output without a
-        gradient; the gradient of an input that requires none is None. The node then holds nothing.
+        gradient; the gradient of an input that requires none is None. Afterwards the node holds no
+        tensors.
 
         Raises:
-            RuntimeError: There was no forward, or its backward has run.
+            RuntimeError: No forward was run, or its backward was run already.
             ValueError: The number of gradients is not the number of outputs.
         """
         with self._on_stream():
@@ -235,7 +236,7 @@ class NoopScheduleNode:
     """A node that does nothing, for a part that a layer does not have."""
 
     def forward(self, inputs: Values = ()) -> Values:
-        """Return the inputs, or the gradients."""
+        """Return the argument, inputs or gradients, unchanged."""
         return inputs
 
     def release(self) -> None:
