@@ -137,7 +137,7 @@ class Task:
         _check_named_once(task, values)
         # Written directly, because ``__setattr__`` makes these attributes read-only.
         self.__dict__.update(name=name, **values)
-        # Only a subclass that does not override ``run`` still has the placeholder's function.
+        # Without an override or a given function, ``run`` is still the placeholder.
         if getattr(self.run, "__func__", None) is Task.run:
             raise TypeError(
                 f"{task} does nothing: define run(ctx) in a subclass, or write "

@@ -62,7 +62,7 @@ class StreamPool:
     def order(self, later: str, sooner: str) -> None:
         """Make the stream ``later`` wait for the work submitted to ``sooner``."""
         streams = [self.get(name) for name in (later, sooner)]
-        # None is the current stream here: its work is in order already.
+        # Two Nones are both the current stream, whose work is in order already.
         if any(streams):
             # Asked only here: without an accelerator there is no current stream.
             current = torch.accelerator.current_stream()

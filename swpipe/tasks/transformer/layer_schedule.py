@@ -174,7 +174,7 @@ class ExchangeNode(TransformerLayerNode):
 
     def start_forward(self, rows: Tensor) -> tuple[Exchange, bool]:
         """Start to send the rows; return the argument of ``finish_forward``."""
-        # Checked before rows are sent: other ranks would otherwise wait for the next exchange.
+        # Checked before rows are sent, so that a refused call has started no exchange.
         self._refuse_again()
         used_here(rows)
         # Outside autograd: the exchange of the gradients is started by ``start_backward``, so that
