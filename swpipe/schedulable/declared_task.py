@@ -1,8 +1,8 @@
-"""A task of a schedule: what to compute, how far ahead, and what it waits for.
+"""Tasks of a schedule: the function, the lookahead, and the tasks to wait for.
 
 Task("copy", lookahead=1)  or  class Copy(Task): lookahead = 1
           argument, or else attribute of the class
-    └── rule of the field (_RULES): checks it, returns its one form
+    └── rule of the field (_VALUES, _ENTRIES): checks it, returns its normal form
           └── attribute of the task, read-only
 """
 
@@ -22,7 +22,7 @@ from swpipe.schedulable.stream_pool import DEFAULT
 
 
 class SameProgressSyncSide(IntFlag):
-    """What waits for a task in ``same_progress_sync``: the host, the stream, both, or nothing."""
+    """The side that waits in ``same_progress_sync``: the host, the stream, both, or none."""
 
     NONE = 0
     CPU = 1
@@ -31,7 +31,7 @@ class SameProgressSyncSide(IntFlag):
 
 
 class SameProgressSync(NamedTuple):
-    """A task that is waited for in the same period, and what waits for it."""
+    """A wait for another task in the same period, and the side that waits."""
 
     task: str
     sides: SameProgressSyncSide = SameProgressSyncSide.BOTH
@@ -63,30 +63,32 @@ class TaskFields(TypedDict, total=False):
 
 
 class Task:
-    """One unit of work of a schedule (seed section 3.1).
+    """A unit of work of a schedule (seed section 3.1).
 
-    All arguments may as well be attributes of a subclass, which defines ``run(ctx)``;
+    Each argument can also be an attribute of a subclass that defines ``run(ctx)``.
     ``Task.from_fn`` takes a function instead. Entries in ``reads`` and ``writes`` are slots or
-    their names; those of the three ways to wait are names of tasks, each in one of them. A single
-    entry may stand without a tuple.
+    names of slots. ``depends_on``, ``cross_iter_depends_on`` and ``same_progress_sync`` name tasks;
+    a task may be named in only one of these fields. A single entry needs no tuple.
 
     Args:
         name: Unique in a schedule.
         stream: A name in the ``StreamPool``.
-        priority: Kept, and orders nothing.
-        lookahead: How many batches ahead of the one that ``progress`` returns; 0 to 999.
-        reads: Slots of the task's batch that it uses; it waits for the tasks that write them.
-        writes: Slots of its batch that it sets.
-        depends_on: It waits for these tasks, on the same batch.
-        cross_iter_depends_on: It waits for these on an earlier batch: ``("x", -2)`` two before;
-            ``"x"`` is ``("x", -1)``.
-        same_progress_sync: It waits for these in the same period, whatever their batches are. An
+        priority: Stored, but does not affect the order.
+        lookahead: The number of batches ahead of the batch that ``progress`` returns; 0 to 999.
+        reads: The slots of its batch that the task uses; it waits for the tasks that write them.
+        writes: The slots of its batch that the task sets.
+        depends_on: The tasks to wait for on the same batch.
+        cross_iter_depends_on: The tasks to wait for on an earlier batch. ``("x", -2)`` is task x on
+            the batch two before; ``"x"`` is ``("x", -1)``.
+        same_progress_sync: The tasks to wait for in the same period, whatever their batches are. An
             entry is a name, ``("x", side)`` or ``{"task": "x", "sides": side}``.
-        same_progress_sync_sides: The side of entries that have none: a ``SameProgressSyncSide``,
-            or its name. ``CPU`` makes the host wait; ``GPU`` makes the stream wait, too, since an
-            event can be waited for only after it was recorded; ``NONE`` makes nothing wait.
-        nccl: Submit such tasks one at a time, in the same order on every rank.
-        nvtx_tag: Name of a further NVTX range, within that of the task.
+        same_progress_sync_sides: The side of entries without a side: a ``SameProgressSyncSide`` or
+            its name. With ``CPU`` the host waits. With ``GPU`` the stream waits, and the host until
+            the event is recorded, since only a recorded event can be waited for. ``NONE`` disables
+            the wait.
+        nccl: Whether the task is globally ordered: submitted one at a time, in the same order on
+            every rank.
+        nvtx_tag: The name of an additional NVTX range inside the task's range.
         io, random, pure: See ``PipelineTask``.
 
     Raises:
@@ -118,8 +120,12 @@ class Task:
         task = f"task {shown(name)}"
         if unknown := fields.keys() - _FIELDS:
             raise TypeError(f"{task}: unknown fields {listed(unknown)}: they are {listed(_FIELDS)}")
+        # Attributes of the subclass are the defaults of the arguments.
         given = {field: getattr(self, field) for field in _FIELDS}
+        # None means that an argument is not given, so it does not hide a subclass's attribute.
         given.update((field, value) for field, value in fields.items() if value is not None)
+        # Values before entries: a slot's normal form needs the task's lookahead, and that of a sync
+        # needs the default side.
         values: dict[str, Any] = {}
         for field, check in _VALUES.items():
             values[field] = check(f"{task}: {field} is {shown(given[field])}", given[field])
@@ -129,7 +135,9 @@ class Task:
                 for entry in _each(f"{task}: {field}", given[field])
             )
         _check_named_once(task, values)
+        # Written directly, because ``__setattr__`` makes these attributes read-only.
         self.__dict__.update(name=name, **values)
+        # Without an override or a given function, ``run`` is still the placeholder.
         if getattr(self.run, "__func__", None) is Task.run:
             raise TypeError(
                 f"{task} does nothing: define run(ctx) in a subclass, or write "
@@ -140,7 +148,7 @@ class Task:
 
     @staticmethod
     def from_fn(name: str, fn: Callable[[TaskContext], Any], **fields: Unpack[TaskFields]) -> Task:
-        """Return a task that calls ``fn(ctx)``; the other arguments are those of ``Task``.
+        """Return a task that calls ``fn(ctx)``; see ``Task`` for the other arguments.
 
         Raises:
             TypeError: ``fn`` cannot be called; otherwise as for ``Task``.
@@ -148,13 +156,15 @@ class Task:
         return FunctionTask(name, fn, **fields)
 
     def init(self, ctx: TaskContext) -> None:
-        """Prepare the task; called once, when a pipeline is made, with empty slots."""
+        """Prepare the task; a pipeline calls this once when it is created, with empty slots."""
 
     def run(self, ctx: TaskContext) -> None:
-        """Work on one batch."""
+        """Process one batch."""
         raise NotImplementedError
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # A pipeline translates the fields into a plan when it is created. A later change would be
+        # ignored, and two pipelines of one task would differ.
         if name in vars(self) and (name in _FIELDS or name == "name"):
             raise AttributeError(
                 f"task {self.name!r}: {name} is read-only once the task is made: make another task"
@@ -177,18 +187,19 @@ class FunctionTask(Task):
         super().__init__(name, **fields)
 
 
-# The functions below get the beginning of their message ("task 'copy': lookahead is -1"), the value
-# or one entry of it and, for an entry, the fields that are checked by then.
+# Arguments of the functions below: the beginning of the error message ("task 'copy': lookahead is
+# -1"), the value or one of its entries, and, for an entry, the fields that were checked before it.
 
 
 def _of(kinds: type | UnionType, what: str, place: str, value: Any, _: object = None) -> Any:
-    # True is an int, and no number of batches.
+    # bool is a subclass of int, but True is not a number of batches.
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         raise TypeError(f"{place}: give {what}")
     return value
 
 
 def _stream(place: str, value: Any) -> Any:
+    # A stream's name can become a thread's name, which the plan checks by this rule.
     if not is_label(_of(str, "a string", place, value)):
         raise ValueError(f"{place}: {LABEL_RULE}")
     return value
@@ -215,6 +226,7 @@ def _side(place: str, value: Any) -> SameProgressSyncSide:
 
 
 def _each(place: str, value: Any) -> Iterable[Any]:
+    # Strings and mappings are iterable, but each of them is a single entry.
     if isinstance(value, str | DataSlot | DeclaredIO | Mapping):
         return (value,)
     return _of(Iterable, "a tuple", f"{place} is {shown(value)}", value)  # type: ignore[no-any-return]
@@ -230,6 +242,7 @@ def _earlier(place: str, entry: Any, fields: dict[str, Any]) -> tuple[str, int]:
     match (entry, -1) if isinstance(entry, str) else entry:
         case (str(task), int(offset)) if -MOST_ITERATIONS <= offset < 0:
             return task, offset
+        # The type is right, so this is a wrong value; anything else is a wrong type.
         case (str(), int()):
             raise ValueError(
                 f"{place}: offsets are -1, the batch before, down to {-MOST_ITERATIONS}; the same "
@@ -242,6 +255,7 @@ def _sync(place: str, entry: Any, fields: dict[str, Any]) -> SameProgressSync:
     match entry:
         case str():
             return SameProgressSync(entry, fields["same_progress_sync_sides"])
+        # A ``SameProgressSync`` matches here as well, since it is a tuple.
         case (str(task), side):
             return SameProgressSync(task, _side(f"{place}: the side is {shown(side)}", side))
         case {"task": str(task), **rest} if rest.keys() <= {"sides"}:
@@ -252,9 +266,10 @@ def _sync(place: str, entry: Any, fields: dict[str, Any]) -> SameProgressSync:
 
 
 def _check_named_once(task: str, values: dict[str, Any]) -> None:
-    """Refuse a task that is named in two ways to wait; drop entries that repeat another."""
+    """Refuse a task that is named in two of the waiting fields, and drop repeated entries."""
     field_of: dict[str, str] = {}
     for field in ("depends_on", "cross_iter_depends_on", "same_progress_sync"):
+        # A dict removes duplicates and keeps the order of declaration; a set would not keep it.
         values[field] = tuple(dict.fromkeys(values[field]))
         for entry in values[field]:
             producer = entry if isinstance(entry, str) else entry[0]
@@ -278,7 +293,7 @@ _VALUES: dict[str, Callable[[str, Any], Any]] = {
     "random": _flag,
     "pure": _flag,
 }
-"""Field to the function that checks its value and returns it in one form."""
+"""The function that checks a field's value and returns its normal form, by field."""
 
 _ENTRIES: dict[str, Callable[[str, Any, dict[str, Any]], Any]] = {
     "reads": _slot,
@@ -288,6 +303,6 @@ _ENTRIES: dict[str, Callable[[str, Any, dict[str, Any]], Any]] = {
     "same_progress_sync": _sync,
     "io": partial(_of, DeclaredIO, "DeclaredIOs"),
 }
-"""Field to the function that checks an entry and returns it in one form."""
+"""The function that checks one entry of a field and returns its normal form, by field."""
 
 _FIELDS = _VALUES | _ENTRIES

@@ -1,17 +1,17 @@
-"""Executors: which thread submits which task, or an object of the user's that runs the tasks.
+"""Executors: the assignment of tasks to threads, or a user-defined object that runs the tasks.
 
 ``SequentialExecutor`` and ``ThreadedExecutor`` only assign threads; swpipe's engine runs the tasks.
 Their ``execute_stage`` is for executors that wrap them, and runs the tasks on the calling thread.
 
-An executor of the user's own runs the tasks of a period itself. The plan then has the schedule's
-tasks on the caller's thread, with other functions: each task records its context, and after all
-tasks of a stage a further task calls the executor with the recorded contexts.
+A user-defined executor runs the tasks of a period itself. The plan then contains the schedule's
+tasks on the caller's thread, with other functions: each task records its context. After all tasks
+of a stage, an additional task calls the executor with the recorded contexts.
 
     period   record h2d, record forward, ..., <call>, <call>    the first call runs the tasks
 
-There is one call for each lookahead, because in some periods only tasks of some lookaheads have a
-batch. The engine does not see the tasks themselves, so they cannot be replayed, timed, checked or
-seeded one by one.
+There is one call for each lookahead, because in the prologue and the epilogue only tasks of some
+lookaheads have a batch. The engine does not see the tasks themselves, so it cannot replay, time,
+check or seed a single task.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Executor(Protocol):
         waits: Waits,
         pool: StreamPool,
     ) -> Any:
-        """Run the tasks of ``stage`` that should run, in order, each with ``ctx.of(task)``."""
+        """Run the tasks of ``stage`` that ``should_run`` selects, each with ``ctx.of(task)``."""
 
     def shutdown(self) -> None:
         """Release the executor's resources; called when the pipeline is shut down."""
@@ -71,7 +71,7 @@ class SequentialExecutor:
         waits: Waits,
         pool: StreamPool,
     ) -> None:
-        """Run the tasks on the calling thread, each on its stream after those it waits for."""
+        """Run the tasks on the calling thread; streams wait for the streams listed in ``waits``."""
         for task in filter(should_run, stage.tasks):
             for name in waits.get(task.name, ()):
                 pool.order(task.stream, name)
@@ -85,14 +85,15 @@ class SequentialExecutor:
 class ThreadedExecutor(SequentialExecutor):
     """An executor that runs each task on the thread that ``thread_map`` names (seed section 4.1).
 
-    Thread ``"default"`` is the caller's. There is one thread for each other name.
+    Thread ``"default"`` is the caller's thread. Every other name is a thread of its own.
 
     Args:
-        thread_map: None or ``"by_stream"``: the stream's name is the thread's. ``"per_task"``: each
-            task has its own. A dict of task name to thread, in which ``"default"`` is the thread of
-            all others. Or a function of the task that returns the thread's name.
-        max_workers: The most threads besides the caller's; a schedule that needs more is refused.
-            None for any number.
+        thread_map: None or ``"by_stream"`` for one thread per stream, with the stream's name.
+            ``"per_task"`` for one thread per task. A dict of task name to thread name; tasks that
+            are not in it run on ``"default"``. Or a function of the task that returns the thread's
+            name.
+        max_workers: The maximum number of threads besides the caller's thread; a schedule that
+            needs more is refused. None for no limit.
 
     Raises:
         TypeError: ``thread_map`` or ``max_workers`` is of another kind.
@@ -100,6 +101,7 @@ class ThreadedExecutor(SequentialExecutor):
     """
 
     def __init__(self, thread_map: ThreadMap = None, max_workers: int | None = None) -> None:
+        # An unknown string is a wrong value; any other unknown object is a wrong type.
         is_known = thread_map is None or thread_map in ("by_stream", "per_task")
         if not (is_known or isinstance(thread_map, Mapping) or callable(thread_map)):
             kind = ValueError if isinstance(thread_map, str) else TypeError
@@ -125,15 +127,17 @@ class ThreadedExecutor(SequentialExecutor):
 
 
 def checked_executor(executor: Any) -> Executor:
-    """Return the executor that an argument stands for.
+    """Return the executor for the argument ``executor`` of a pipeline.
 
     Raises:
         TypeError: The argument lacks one of the two methods.
     """
+    # None and the string are shorthands, as in the pipeline's signature.
     if executor is None:
         return SequentialExecutor()
     if executor == "threaded":
         return ThreadedExecutor()
+    # A class has the two methods as well, but they need an instance.
     if isinstance(executor, type) or not isinstance(executor, Executor):
         raise TypeError(
             f"executor is {shown(executor)}: give None, 'threaded', an executor, or an object with "
@@ -143,12 +147,14 @@ def checked_executor(executor: Any) -> Executor:
 
 
 def is_ours(executor: Executor) -> bool:
-    """Return whether the engine runs the tasks, since ``execute_stage`` is not the user's own."""
+    """Return whether the engine runs the tasks: ``execute_stage`` is not overridden."""
+    # A subclass of the executors above that overrides the method wants to run the tasks itself.
     return getattr(type(executor), "execute_stage", None) is SequentialExecutor.execute_stage
 
 
 def threads_of(executor: Executor, tasks: Sequence[Task]) -> tuple[dict[str, str], list[Problem]]:
-    """Return each task's thread, and the problems of the executor with these tasks."""
+    """Return the thread of each task, and the problems of the executor with these tasks."""
+    # A user-defined executor is called on the caller's thread, whatever threads it uses itself.
     ours = is_ours(executor)
     if not (ours and isinstance(executor, ThreadedExecutor)):
         return dict.fromkeys((task.name for task in tasks), DEFAULT), [
@@ -162,6 +168,7 @@ def threads_of(executor: Executor, tasks: Sequence[Task]) -> tuple[dict[str, str
         ]
     threads = {task.name: executor.thread_of(task) for task in tasks}
     problems = [*_map_problems(executor.thread_map, threads)]
+    # Sorted by ``str``, because a wrong thread_map can return values that are not strings.
     workers = sorted({thread for thread in threads.values() if thread != DEFAULT}, key=str)
     most = executor.max_workers
     if not problems and most is not None and len(workers) > most:
@@ -187,7 +194,7 @@ def _map_problems(thread_map: ThreadMap, threads: Mapping[str, Any]) -> Iterator
 
 
 class DelegatedPipeline(SWPipeline[IterContext]):
-    """A pipeline whose tasks an executor runs, so that none can be replayed."""
+    """A pipeline whose tasks are run by a user-defined executor and cannot be replayed."""
 
     def enable_shortcut(self, *tasks: Any, with_: Any = None) -> None:
         """Refuse to replay a task.
@@ -208,7 +215,7 @@ def delegated(
     executor: Executor,
     home: Home,
 ) -> PipelinePlan:
-    """Return the plan of a schedule on the caller's thread, with tasks that the executor runs."""
+    """Return the plan on the caller's thread whose tasks are run by a user-defined executor."""
     order = period_order(schedule)
     most = schedule.max_lookahead
     waits = stream_waits(schedule)
@@ -216,20 +223,26 @@ def delegated(
     tasks: list[PipelineTask] = []
     for number, stage in enumerate(schedule.stages, start=1):
         members = [task for task in order if task in stage.tasks]
+        # Shared by all tasks of the stage: they fill it, and the first call of a period empties it.
         recorded: dict[str, IterContext] = {}
         places = {task.name: TaskPlace(pool, home, most - task.lookahead) for task in members}
         for task in members:
+            # Recording a context issues no collective, so these tasks need no global order.
             entries[task.name] = replace(plan.schedule[task.name], globally_ordered=False)
             # Without replay, nothing is captured or restored.
             kept = [io for io in task.io if io.state is not None or io.reset is not None]
             effects = [replace(io, capture=None, restore=None) for io in kept]
             tasks.append(PipelineTask(task.name, partial(_record, recorded, task.name), effects))
         call = partial(_call, executor, Stage(tuple(members)), recorded, places, waits, pool)
+        # Whichever lookaheads have a batch in a period, at least one of these calls runs after the
+        # stage's tasks. The later ones of the same period find nothing recorded.
         for lookahead in sorted({task.lookahead for task in members}, reverse=True):
+            # A user may have given a task this very name.
             name = f"call of Stage {number} at lookahead {lookahead}"
             while name in plan.schedule:
                 name += "'"
             entries[name] = TaskSchedule(most - lookahead)
+            # After a failure, ``reset`` drops the contexts that the failed period has left behind.
             tasks.append(PipelineTask(name, call, [DeclaredIO(reset=recorded.clear)]))
     return replace(
         plan,
@@ -252,19 +265,23 @@ def _call(
     pool: StreamPool,
     ctx: IterContext,
 ) -> None:
-    """Call the executor for the tasks of a stage whose contexts are recorded."""
-    if not recorded:  # an earlier call in this period ran them
+    """Call the executor for the tasks of a stage that have recorded a context in this period."""
+    if not recorded:  # an earlier call in this period ran all tasks
         return
     contexts = {name: TaskContext(iteration, places[name]) for name, iteration in recorded.items()}
+    # The values that exist before the call, to find those that a task removes during the call.
     before = [(iteration, vars(iteration).copy()) for iteration in recorded.values()]
     recorded.clear()
     (period, *_) = {context.iter_count for context in contexts.values()}
     executor.execute_stage(
         stage, PeriodContext(contexts), period, lambda task: task.name in contexts, waits, pool
     )
-    # The engine takes all work to be on this stream, and sees no value that a task has removed.
+    # The plan has this task on the default stream. This stream waits for all others here, so that
+    # the engine's events cover all work that the executor has submitted.
     for name in pool.names:
         pool.order(DEFAULT, name)
+    # The engine holds the memory of values that a context still has. A removed value may still be
+    # in use on another stream, so its memory is held here.
     removed = [
         value
         for iteration, held in before

@@ -1,6 +1,7 @@
 """``SchedulablePipeline``, which runs a schedule, and ``Pipeline``, which runs a list of tasks.
 
-A schedule becomes a plan that ``SWPipeline`` runs, with its handling of failures, ends and races.
+A schedule is translated into a plan. ``SWPipeline`` runs the plan, and handles failures, the end of
+an iterator and races.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ class SchedulablePipeline:
     Use it as a context manager, or call ``shutdown``.
 
     Args:
-        schedule: The tasks.
-        stream_pool: The streams that they name.
-        executor: None for the caller's thread alone; ``"threaded"`` for one thread per stream; a
-            ``SequentialExecutor`` or ``ThreadedExecutor``; or an object with the methods of
-            ``swpipe.schedulable.executors.Executor``.
+        schedule: The schedule of the tasks.
+        stream_pool: The streams that the tasks name.
+        executor: None to run all tasks on the caller's thread; ``"threaded"`` for one thread per
+            stream; a ``SequentialExecutor`` or ``ThreadedExecutor``; or an object with the methods
+            of ``swpipe.schedulable.executors.Executor``.
         device: See ``SWPipeline``.
         options: Options of ``SWPipeline``, such as ``check_effects``.
 
     Attributes:
         schedule: The schedule.
-        plan: The plan that it became.
-        pipe: The ``SWPipeline`` that runs it.
+        plan: The plan of the schedule.
+        pipe: The ``SWPipeline`` that runs the plan.
 
     Raises:
         ScheduleValidationError: Lists all that is wrong with the schedule, or with the executor's
@@ -77,22 +78,28 @@ class SchedulablePipeline:
         tasks = schedule.all_tasks()
         threads, problems = threads_of(self._executor, tasks)
         kind: type[SWPipeline[IterContext]] = SWPipeline
+        # The executor's problems are reported together with those of the schedule.
         check_stages(schedule, stream_pool, problems)
+        # The tasks of the plan need the pipeline, which is made from the plan: filled in below.
         home = Home()
         self.schedule = schedule
         plan = translate(schedule, stream_pool, threads, home)
         if not is_ours(self._executor):
             plan = delegated(plan, schedule, stream_pool, self._executor, home)
             kind = DelegatedPipeline
+            # The effects of the tasks happen in the executor's call, and would be attributed to it.
             options.setdefault("check_effects", False)
         self.plan: PipelinePlan = plan
         with in_words_of(schedule):
             self.pipe: SWPipeline[IterContext] = kind(plan, device=device, **options)
+        # A strong reference would be a cycle: the pipeline holds its tasks, and they hold ``home``.
         home.pipe = weakref.ref(self.pipe)
         place = TaskPlace(stream_pool, home, 0)
         try:
+            # Each task gets an empty context, which no batch uses afterwards.
             for task in tasks:
                 task.init(TaskContext(IterContext(None, home.first_iteration), place))
+        # The caller gets no pipeline to shut down, so its threads are stopped here.
         except BaseException:
             self.shutdown()
             raise
@@ -124,12 +131,13 @@ class SchedulablePipeline:
             optimizer: The optimizer of its parameters.
             loss_fn: The loss, from what the model returns. None if the model returns the loss, a
                 tuple that begins with it, or a dict with ``"loss"``.
-            prefetch: Copy each batch while the one before is trained on: with an iterator and
-                ``progress``, or with ``push``.
+            prefetch: Copy each batch while the previous batch is trained on. Requires that batches
+                come from ``progress`` with an iterator, or from ``push``.
             memcpy_stream: Copy on a stream of its own, "memcpy".
-            threaded: Give each stream a thread, or what ``thread_map`` says.
-            thread_map: As for ``ThreadedExecutor``.
-            executor: As for ``SchedulablePipeline``, instead of the two before.
+            threaded: Run each stream's tasks on a thread of their own, or on the threads that
+                ``thread_map`` names.
+            thread_map: See ``ThreadedExecutor``; requires ``threaded``.
+            executor: See ``SchedulablePipeline``; excludes ``threaded``.
             device: The device that batches are copied to; None for the model's.
             forward_fn: ``forward_fn(model, batch)`` instead of ``model(batch)``: for autocast, or a
                 model with several arguments.
@@ -140,14 +148,15 @@ class SchedulablePipeline:
 
         Raises:
             TypeError: See ``SchedulablePipeline``.
-            ValueError: ``executor`` together with ``threaded``, or ``thread_map`` without it; or as
-                for ``SchedulablePipeline``.
+            ValueError: ``executor`` is given with ``threaded``, or ``thread_map`` without it; see
+                also ``SchedulablePipeline``.
         """
         if executor is not None and threaded:
             raise ValueError("executor and threaded=True are given: leave one of them out")
         if thread_map is not None and not threaded:
             raise ValueError("thread_map is given without threaded=True: add it")
         if device is None:
+            # A model without parameters runs on the CPU.
             device = next((p.device for p in model.parameters()), "cpu")
         where = torch.device(device)
         tasks = training_tasks(
@@ -161,6 +170,7 @@ class SchedulablePipeline:
             prefetch=prefetch,
             stream="memcpy" if memcpy_stream else DEFAULT,
         )
+        # None for both: the caller's current stream, and a stream that swpipe makes.
         pool = StreamPool(dict.fromkeys([DEFAULT, "memcpy"] if memcpy_stream else [DEFAULT]))
         return SchedulablePipeline(
             Schedule((Stage(tasks),), pool.names),
@@ -171,18 +181,18 @@ class SchedulablePipeline:
         )
 
     def progress(self, iterator: Iterator[Any]) -> Any:
-        """Run one period, or as many as fill the pipeline, and return slot ``step_result``.
+        """Run one period, or as many as fill the pipeline, and return a batch's ``step_result``.
 
         Args:
-            iterator: Gives the batches; the same one until it is exhausted.
+            iterator: An iterator over the batches; pass the same one until it is exhausted.
 
         Returns:
-            What the oldest batch has in the slot ``step_result``; None if that is empty.
+            The slot ``step_result`` of the oldest batch; None if the slot is empty.
 
         Raises:
             StopIteration: All batches of the iterator have been returned.
-            RuntimeError: The pipeline was shut down; otherwise as ``SWPipeline.progress``.
-            BaseException: Whatever a task or the iterator raised first.
+            RuntimeError: The pipeline was shut down; see also ``SWPipeline.progress``.
+            BaseException: The first exception that a task or the iterator raised.
         """
         with in_words_of(self.schedule):
             return _result(self.pipe.progress(iterator))
@@ -198,7 +208,7 @@ class SchedulablePipeline:
             The oldest batch's ``step_result``; None while the pipeline fills.
 
         Raises:
-            BaseException: As for ``progress``.
+            BaseException: See ``progress``.
         """
         with in_words_of(self.schedule):
             ctx = self.pipe.push(batch)
@@ -210,23 +220,26 @@ class SchedulablePipeline:
         See ``SWPipeline.flush``.
         """
         with in_words_of(self.schedule):
+            # Outside the generator, so that a refused call raises here and not at the first result.
             contexts = self.pipe.flush()
         return self._results(contexts)
 
     def _results(self, contexts: Iterator[IterContext]) -> Iterator[Any]:
         while True:
             with in_words_of(self.schedule):
+                # Not around the yield: exceptions of the consumer pass unchanged.
                 ctx = next(contexts, None)
             if ctx is None:
                 return
             yield _result(ctx)
+            # Otherwise the generator would keep the batch's memory until the next result.
             del ctx
 
     def drain(self) -> list[Any]:
-        """Finish the batches in flight without pulling more; return the results, oldest first.
+        """Finish the batches in flight without a pull, and return their results, oldest first.
 
         Raises:
-            BaseException: As for ``progress``.
+            BaseException: See ``progress``.
         """
         with in_words_of(self.schedule):
             return [_result(ctx) for ctx in self.pipe.drain()]
@@ -235,6 +248,7 @@ class SchedulablePipeline:
         """Stop the threads and drop the batches in flight; further calls have no effect."""
         if not self.pipe.closed:
             self.pipe.close()
+            # Within the condition, so that a user-defined executor is shut down only once.
             self._executor.shutdown()
 
     def __enter__(self) -> Self:
@@ -271,4 +285,5 @@ class Pipeline(SchedulablePipeline):
 
 
 def _result(ctx: IterContext) -> Any:
+    # Not by ``getattr``, which raises for an attribute that the plan has dropped.
     return vars(ctx).get(RESULT)

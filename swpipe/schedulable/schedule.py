@@ -1,13 +1,13 @@
 """A schedule: the tasks of a loop in stages, their dependences, and the order of a period.
 
-Each way to wait is a dependence with a distance (``swpipe.core.dependence``). A task with lookahead
-k has stage L - k, L the largest lookahead, so that the lag of a dependence is
+Each wait is a dependence with a distance (``swpipe.core.dependence``). Let L be the largest
+lookahead. A task with lookahead k has stage L - k, so that the lag of a dependence is
 
     lag = lookahead of the producer - lookahead of the consumer + distance
 
-which seed appendix A derives for ``cross_iter_depends_on``. The engine of the seed looks an event
-up in the slot ``offset = lookahead of the consumer - distance``; here events are kept as long as a
-dependence may ask for them, so that none has rotated out.
+Seed appendix A derives this for ``cross_iter_depends_on``. The seed's engine looks up an event in a
+ring, at ``offset = lookahead of the consumer - distance``. Here, an event is kept as long as a
+dependence needs it, so that it is never overwritten.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from swpipe.schedulable.declared_task import SameProgressSyncSide, Task
 from swpipe.schedulable.slot_context import BATCH, DataSlot
 
 Waits: TypeAlias = Mapping[str, Sequence[str]]
-"""Each task's name, with the other streams that its stream waits for."""
+"""The other streams that a task's stream waits for, by the task's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Tasks that run together; in each period, the tasks of the next stage come after them.
+    """A group of tasks; in each period, the tasks of the next stage run after this group.
 
     Raises:
         TypeError: ``tasks`` is no list of tasks.
@@ -40,6 +40,7 @@ class Stage:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tasks", _all("tasks", self.tasks, Task, "tasks"))
         for task in self.tasks:
+            # ``Task.__init__`` turns names into slots: bare names show that it was not called.
             if not all(isinstance(slot, DataSlot) for slot in (*task.reads, *task.writes)):
                 raise TypeError(
                     f"{type(task).__name__}.__init__ does not call super().__init__(), which makes "
@@ -64,7 +65,7 @@ class Schedule:
         object.__setattr__(self, "stream_slots", names)
 
     def all_tasks(self) -> tuple[Task, ...]:
-        """Return the tasks of all stages, as they were declared."""
+        """Return the tasks of all stages, in the order of declaration."""
         return tuple(task for stage in self.stages for task in stage.tasks)
 
     @property
@@ -74,11 +75,12 @@ class Schedule:
 
     @property
     def in_flight_batches(self) -> int:
-        """How many batches are in flight when the pipeline is full."""
+        """The number of batches in flight when the pipeline is full."""
         return self.max_lookahead + 1
 
 
 def _all(field: str, given: Any, kind: type, what: str) -> tuple[Any, ...]:
+    # A string is iterable, but a tuple of its characters is never meant.
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"{field} is {shown(given)}: give a tuple of {what}")
     entries = tuple(given)
@@ -89,12 +91,12 @@ def _all(field: str, given: Any, kind: type, what: str) -> tuple[Any, ...]:
 
 
 class TaskEdge(NamedTuple):
-    """The consumer on batch i comes after the producer on batch i - distance.
+    """A dependence: the consumer on batch i comes after the producer on batch i - distance.
 
     Attributes:
-        field: The field that says so.
-        value: The field's entry, for messages.
-        sides: What waits.
+        field: The field of the consumer that declares the dependence.
+        value: The entry of the field, for messages.
+        sides: The side that waits: host, stream or both.
     """
 
     consumer: Task
@@ -111,17 +113,17 @@ class TaskEdge(NamedTuple):
 
     @property
     def lag(self) -> int:
-        """Periods from the producer's run to the consumer's."""
+        """The number of periods from the producer's run to the consumer's run."""
         return self.producer.lookahead - self.consumer.lookahead + self.distance
 
     @property
     def host_only(self) -> bool:
-        """Whether the host waits, and no stream."""
+        """Whether only the host waits, and no stream."""
         return self.sides is SameProgressSyncSide.CPU
 
 
 def writers_of(schedule: Schedule) -> dict[str, list[Task]]:
-    """Return the tasks that write each slot, by its name."""
+    """Return the tasks that write each slot, by the slot's name."""
     writers: dict[str, list[Task]] = defaultdict(list)
     for task in schedule.all_tasks():
         for name in dict.fromkeys(slot.name for slot in task.writes):
@@ -130,7 +132,7 @@ def writers_of(schedule: Schedule) -> dict[str, list[Task]]:
 
 
 class Wait(NamedTuple):
-    """A task that another one names; a distance of None means whatever batches the two are on."""
+    """A task to wait for; with distance None, the wait is within a period, on any batches."""
 
     field: str
     task: str
@@ -139,33 +141,39 @@ class Wait(NamedTuple):
 
 
 def waits_of(task: Task) -> Iterator[Wait]:
-    """Return the tasks that a task names."""
+    """Return the waits that a task declares in fields other than ``reads``."""
     for name in task.depends_on:
         yield Wait("depends_on", name, 0)
     for name, offset in task.cross_iter_depends_on:
+        # An offset is negative: batches back from the consumer's. A distance is positive.
         yield Wait("cross_iter_depends_on", name, -offset)
     for name, sides in task.same_progress_sync:
         yield Wait("same_progress_sync", name, None, sides)
 
 
 def edges_of(schedule: Schedule) -> list[TaskEdge]:
-    """Return every dependence within the schedule; future reads too, except of slots."""
+    """Return all dependences between tasks of the schedule, except reads of later writers."""
     tasks = schedule.all_tasks()
     writers = writers_of(schedule)
     by_name = {task.name: task for task in tasks}
     edges = []
     for task in tasks:
+        # The iterator fills the slot BATCH, so nobody has to be waited for.
         for name in dict.fromkeys(slot.name for slot in task.reads if slot.name != BATCH):
             edges += [
                 TaskEdge(task, writer, 0, "reads", name)
                 for writer in writers.get(name, ())
+                # A writer with a smaller lookahead runs later on the same batch.
+                # ``schedule_rules`` refuses the read unless another writer runs before it.
                 if writer is not task and writer.lookahead >= task.lookahead
             ]
         for wait in waits_of(task):
             producer = by_name.get(wait.task)
+            # Unknown names are reported by ``schedule_rules``; side NONE makes no dependence.
             if producer is not None and wait.sides:
                 distance = wait.distance
                 if distance is None:
+                    # The distance for which ``TaskEdge.lag`` is 0: both run in the same period.
                     distance = task.lookahead - producer.lookahead
                 edges.append(TaskEdge(task, producer, distance, wait.field, wait.task, wait.sides))
     return edges
@@ -173,18 +181,20 @@ def edges_of(schedule: Schedule) -> list[TaskEdge]:
 
 def between_stages(schedule: Schedule) -> list[tuple[str, str]]:
     """Return (consumer, producer) for each pair of tasks of two consecutive stages."""
+    # An empty stage between two others must not break their order.
     stages = [stage.tasks for stage in schedule.stages if stage.tasks]
     return [(c.name, p.name) for before, after in pairwise(stages) for c in after for p in before]
 
 
 def period_order(schedule: Schedule) -> tuple[Task, ...]:
-    """Return the order of the tasks within a period: topological, ties by declaration.
+    """Return the tasks in topological order within a period; declaration order breaks ties.
 
     Raises:
-        CycleError: There is none.
+        CycleError: The dependences within a period form a cycle.
     """
     tasks = {task.name: task for task in schedule.all_tasks()}
     rank = {name: (place,) for place, name in enumerate(tasks)}
+    # A dependence with a larger lag is satisfied by an earlier period.
     edges = [edge.names for edge in edges_of(schedule) if edge.lag == 0]
     return tuple(tasks[name] for name in topological(rank, edges + between_stages(schedule)))
 
@@ -194,5 +204,6 @@ def stream_waits(schedule: Schedule) -> Waits:
     waits: dict[str, dict[str, None]] = {}
     for edge in edges_of(schedule):
         if edge.producer.stream != edge.consumer.stream and not edge.host_only:
+            # A dict as an ordered set: each stream is waited for once, in order of declaration.
             waits.setdefault(edge.consumer.name, {})[edge.producer.stream] = None
     return {name: tuple(streams) for name, streams in waits.items()}

@@ -1,10 +1,10 @@
-"""The rules of a schedule; all violations are reported at once, in words of schedules.
+"""The rules of a schedule; all violations are reported at once, in terms of the schedule.
 
-check_stages   _names, _streams, _slots, _reads, _references   of the tasks as declared
+check_stages   _names, _streams, _slots, _reads, _references   on the tasks as declared
                edges_of ──> future reads, later stages
                period_order ──> a cycle
-in_words_of    problems of the plan that the schedule becomes: the edges and the stages that a
-               problem names (``Problem.terms``) are named as fields and lookaheads instead
+in_words_of    problems of the translated plan: the edges and stages that a problem names
+               (``Problem.terms``) are replaced by fields and lookaheads
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from swpipe.schedulable.stream_pool import DEFAULT, StreamPool
 
 
 class ScheduleValidationError(PlanError):
-    """A schedule that cannot be run, with all its problems (seed section 3.2)."""
+    """The error of a schedule that cannot run; it lists all problems (seed section 3.2)."""
 
     what = "the schedule"
 
 
 class SchedulingError(ScheduleValidationError):
-    """A schedule with a cycle: its tasks would each have to come after the next."""
+    """The error of a schedule whose dependences within a period form a cycle."""
 
 
 def check_stages(schedule: Schedule, pool: StreamPool, more: Sequence[Problem] = ()) -> None:
@@ -46,24 +46,26 @@ def check_stages(schedule: Schedule, pool: StreamPool, more: Sequence[Problem] =
 
     Args:
         schedule: The schedule.
-        pool: Its streams.
-        more: Further problems that are known.
+        pool: The streams of the schedule.
+        more: Problems that the caller has found, to be reported as well.
 
     Raises:
-        ScheduleValidationError: Lists all that is wrong.
-        SchedulingError: The same; there is a cycle.
+        ScheduleValidationError: The schedule has problems; the error lists all of them.
+        SchedulingError: One of the problems is a cycle.
     """
     tasks = schedule.all_tasks()
     problems = [*_names(tasks), *_streams(schedule, pool), *_slots(tasks), *_reads(schedule)]
     problems += [*_references(tasks), *more]
     cycle: Problem | None = None
-    if len({task.name for task in tasks}) == len(tasks):  # an edge's tasks are known by name
+    if len({task.name for task in tasks}) == len(tasks):  # edges find their tasks by name
         edges = edges_of(schedule)
         problems += [_future_read(edge) for edge in edges if edge.lag < 0]
         misplaced = [*_later_stages(schedule, edges)]
         problems += misplaced
-        # A task in a later stage closes a cycle with the order of the stages: reported once.
+        # A producer in a later stage also closes a cycle with the order of the stages. Only the
+        # first of these two problems is reported.
         cycle = None if misplaced else _cycle(schedule, edges)
+    # The cycle comes last: the other problems are often its cause.
     if cycle is not None:
         raise SchedulingError([*problems, cycle])
     if problems:
@@ -75,18 +77,19 @@ def validate(schedule: Schedule, stream_pool: StreamPool | None = None) -> None:
 
     Args:
         schedule: The schedule.
-        stream_pool: Its streams; None for those that it names.
+        stream_pool: The streams of the schedule; None for a pool with the names in its
+            ``stream_slots``.
 
     Raises:
-        ScheduleValidationError: Lists all that is wrong.
-        SchedulingError: The same; there is a cycle.
+        ScheduleValidationError: The schedule has problems; the error lists all of them.
+        SchedulingError: One of the problems is a cycle.
     """
     named = dict.fromkeys([DEFAULT, *schedule.stream_slots])
     check_stages(schedule, stream_pool or StreamPool(named))
 
 
 def topological_sort(schedule: Schedule) -> tuple[Task, ...]:
-    """Return the order of the tasks within a period: topological, ties by declaration.
+    """Return the tasks in topological order within a period; declaration order breaks ties.
 
     Raises:
         ScheduleValidationError: See ``validate``.
@@ -97,19 +100,21 @@ def topological_sort(schedule: Schedule) -> tuple[Task, ...]:
 
 @contextmanager
 def in_words_of(schedule: Schedule) -> Iterator[None]:
-    """Raise the plan errors of a block in words of schedules: fields of tasks and lookaheads."""
+    """Re-raise plan errors of a block with fields and lookaheads instead of edges and stages."""
     try:
         yield
     except PlanError as error:
         problems = [_in_words(problem, schedule.max_lookahead) for problem in error.problems]
         ours = ScheduleValidationError(problems, error.grid)
+        # A new exception starts without the notes of the old one.
         for note in getattr(error, "__notes__", ()):
             ours.add_note(note)
+        # ``from None``: the original error says the same in terms that the user has not written.
         raise ours.with_traceback(error.__traceback__) from None
 
 
 def _in_words(problem: Problem, most: int) -> Problem:
-    """Replace the terms of a plan in a problem; ``most`` is the largest lookahead."""
+    """Replace the terms of a plan in a problem's text; ``most`` is the largest lookahead."""
     text = problem.text
     for term in problem.terms:
         text = text.replace(str(term), _words(term, most))
@@ -118,10 +123,12 @@ def _in_words(problem: Problem, most: int) -> Problem:
 
 def _words(term: ProposedEdge | ProposedStage, most: int) -> str:
     match term:
+        # Stage s is lookahead most - s, so a later stage is a smaller lookahead.
         case ProposedStage(stage, bound, now):
             start = "" if now is None else f"{most - now} to "
             return f"lookahead {start}{most - stage} or {'less' if bound == 'later' else 'more'}"
         case ProposedEdge(consumer, producer, None):
+            # An edge without a distance is an edge within a period.
             field = f"same_progress_sync=[{producer!r}]"
         case ProposedEdge(consumer, producer, 0):
             field = f"depends_on=[{producer!r}]"
@@ -137,6 +144,7 @@ def _problem(task: Task, text: str, *others: str) -> Problem:
 def _names(tasks: Collection[Task]) -> Iterator[Problem]:
     if not tasks:
         yield Problem("it has no tasks: give a Stage at least one")
+    # Each repeated name is one problem, however many tasks have it.
     for name, count in Counter(task.name for task in tasks).items():
         if count > 1:
             text = f"{count} tasks are named {name!r}: names are unique, rename one"
@@ -144,6 +152,7 @@ def _names(tasks: Collection[Task]) -> Iterator[Problem]:
 
 
 def _streams(schedule: Schedule, pool: StreamPool) -> Iterator[Problem]:
+    # A stream has to be in both: the schedule can be validated without a pool.
     known = {"stream_slots of the schedule": schedule.stream_slots, "the StreamPool": pool.names}
     for task in schedule.all_tasks():
         for place, names in known.items():
@@ -156,11 +165,14 @@ def _streams(schedule: Schedule, pool: StreamPool) -> Iterator[Problem]:
 
 
 def _slots(tasks: Collection[Task]) -> Iterator[Problem]:
+    # By slot with its offset: tasks of different lookaheads may write slots of the same name, since
+    # they run on the same batch in different periods.
     writers: dict[DataSlot, list[Task]] = defaultdict(list)
     for task in tasks:
         for field in ("reads", "writes"):
             for slot in dict.fromkeys(getattr(task, field)):
                 if slot.batch_offset != task.lookahead:
+                    # The product is an empty string unless the offset is negative.
                     negative = "an offset is never negative, and " * (slot.batch_offset < 0)
                     yield _problem(
                         task,
@@ -184,6 +196,8 @@ def _slots(tasks: Collection[Task]) -> Iterator[Problem]:
                 several,
                 ": one task writes a slot; let the others write slots of other names",
             )
+    # A reader waits for all writers of a name; on several streams, which value is the last would
+    # depend on timing.
     for name in dict.fromkeys(slot.name for slot in writers):
         several = [task for slot, of in writers.items() if slot.name == name for task in of]
         streams = [task.stream for task in several]
@@ -206,6 +220,8 @@ def _reads(schedule: Schedule) -> Iterator[Problem]:
     for task in schedule.all_tasks():
         for name in dict.fromkeys(slot.name for slot in task.reads):
             of = writers.get(name, [])
+            # The writer with the largest lookahead is the first to run on a batch. If even this one
+            # runs after the reader, nothing has filled the slot.
             nearest = max(of, key=lambda writer: writer.lookahead, default=None)
             if name == BATCH:
                 continue
@@ -234,6 +250,7 @@ def _references(tasks: Collection[Task]) -> Iterator[Problem]:
 def _future_read(edge: TaskEdge) -> Problem:
     consumer = edge.consumer
     producer = edge.producer
+    # The entry as the user has written it: offsets are negative distances.
     entry = (edge.value, -edge.distance) if edge.distance else edge.value
     which = f"which {producer.name!r} writes" if edge.field == "reads" else "which"
     before = f" {edge.distance} batch(es) before" if edge.distance else ""
@@ -252,6 +269,7 @@ def _later_stages(schedule: Schedule, edges: Collection[TaskEdge]) -> Iterator[P
     place = {t.name: n for n, stage in enumerate(schedule.stages) for t in stage.tasks}
     for edge in edges:
         consumer, producer = edge.names
+        # With a positive lag, the producer ran in an earlier period, in whatever stage.
         if edge.lag == 0 and place[consumer] < place[producer]:
             yield _problem(
                 edge.consumer,
@@ -265,6 +283,7 @@ def _cycle(schedule: Schedule, edges: Collection[TaskEdge]) -> Problem | None:
     try:
         period_order(schedule)
     except CycleError as error:
+        # The cycle's edges without those of the stages, which the user has not declared one by one.
         pairs = set(pairwise(error.cycle))
         causes = [
             f"{edge.field} of {edge.consumer.name!r} has {edge.value!r}"

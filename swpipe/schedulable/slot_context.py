@@ -1,7 +1,7 @@
-"""The context of a schedule's task: the slots of its batch, events, streams, the period.
+"""The context of a task of a schedule: slots of its batch, events, streams and the period.
 
-A slot is an attribute of the iteration's context, so that replay, recordings and the holding of
-memory see it. A slot with the name of an attribute that every context has is renamed.
+A slot is an attribute of the iteration's context, so that replay, recordings and the engine's
+memory management see it. A slot whose name every context already has as an attribute is renamed.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from swpipe.pipeline import SWPipeline
 from swpipe.schedulable.stream_pool import StreamPool
 
 BATCH = "batch_cpu"
-"""The slot that holds what the iterator gave; no task writes it."""
+"""The slot that holds the batch from the iterator; no task writes it."""
 
 RESULT = "step_result"
-"""The slot that ``progress`` returns."""
+"""The slot whose value ``progress`` returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataSlot:
     """The slot ``name`` of the batch that is ``batch_offset`` ahead (seed section 3.1).
 
-    A task reads and writes the slots of its own batch, so its slots have its lookahead as their
-    offset. A bare name among ``Task(reads=...)`` or ``writes`` stands for that slot.
+    A task reads and writes the slots of its own batch, so the offset of its slots is its lookahead.
+    A bare name in ``reads`` or ``writes`` of a task is the slot with this offset.
 
     Attributes:
         name: Any non-empty string.
-        batch_offset: Batches ahead of the one that ``progress`` returns.
+        batch_offset: The number of batches ahead of the batch that ``progress`` returns.
 
     Raises:
         TypeError: ``name`` is no string, or ``batch_offset`` no integer.
@@ -47,19 +47,22 @@ class DataSlot:
             raise TypeError(f"a slot's name is a string, not {shown(self.name)}")
         if not self.name:
             raise ValueError("a slot needs a name: DataSlot('batch_gpu')")
+        # Not ``isinstance``: True is an int, but no offset.
         if type(self.batch_offset) is not int:
             raise TypeError(
                 f"slot {self.name!r}: batch_offset is {shown(self.batch_offset)}: give an integer"
             )
 
 
+# The new name has a space, which no attribute defined by a context has.
 _APART = {name: f"slot {name}" for name in ("batch", "iter_idx", *dir(IterContext))}
 _ATTRIBUTES = {**_APART, BATCH: "batch"}
-"""Slot to attribute, where they differ."""
+"""The attributes of slots whose attribute has another name, by the slot's name."""
 
 _EVENT = "event "
-"""Begins the attributes that hold events."""
+"""The prefix of the attributes that hold events."""
 
+# The reverse of the renaming, so that messages show the names that the user has chosen.
 _NAMES = {attribute: name for name, attribute in _ATTRIBUTES.items()}
 
 
@@ -76,7 +79,7 @@ class Slots:
         try:
             return getattr(self._iteration, _ATTRIBUTES.get(name, name))
         except AttributeError:
-            # Recordings take an attribute that is got for a read: list the names alone.
+            # Only the names are listed here: a recording counts ``getattr`` as a read.
             filled = object.__getattribute__(self._iteration, "__dict__")
             held = listed(sorted(_NAMES.get(n, n) for n in filled if n != "iter_idx"))
             raise KeyError(
@@ -89,15 +92,17 @@ class Slots:
         return getattr(self._iteration, _ATTRIBUTES.get(name, name), default)
 
     def set(self, name: str, value: Any) -> None:
-        """Fill a slot; raise ValueError for ``batch_cpu``."""
+        """Set the value of a slot; raise ValueError for ``batch_cpu``."""
         if name == BATCH:
             raise ValueError(
                 f"slot {BATCH!r} is what the iterator gave, and no task writes it: use another "
                 "name, such as 'batch_gpu'"
             )
+        # By ``setattr``, so that a recording logs the write.
         setattr(self._iteration, _ATTRIBUTES.get(name, name), value)
 
     def __contains__(self, name: object) -> bool:
+        # Not by comparison with None, which is a possible value of a slot.
         return self.get(name, _EMPTY) is not _EMPTY if isinstance(name, str) else False
 
     def __repr__(self) -> str:
@@ -108,10 +113,11 @@ _EMPTY = object()
 
 
 class Home:
-    """The pipeline that runs a schedule, once it is made.
+    """A reference to the pipeline that runs a schedule.
 
     Attributes:
-        pipe: Returns it; a weak reference, so that tasks do not keep the pipeline alive.
+        pipe: Returns the pipeline, or None before it is made and after it is deleted. It is a weak
+            reference, so that tasks do not keep the pipeline alive.
     """
 
     pipe: Callable[[], SWPipeline[Any] | None] = staticmethod(lambda: None)
@@ -130,7 +136,7 @@ class Home:
 
 
 class TaskPlace(NamedTuple):
-    """Where a task runs: the streams, the pipeline, and the stage in its plan."""
+    """The streams and the pipeline that run a task, and the task's stage in the plan."""
 
     stream_pool: StreamPool
     home: Home
@@ -158,7 +164,8 @@ class TaskContext:
 
     @property
     def iter_count(self) -> int:
-        """The number of this period, from 0 for each iterator; not the batch's number."""
+        """The number of this period, from 0 for each iterator; not the number of the batch."""
+        # A task of stage s runs on iteration p - s in period p.
         return self._iteration.iter_idx - self._place.home.first_iteration + self._place.stage
 
     def record_event(self, name: str) -> Event:
@@ -169,16 +176,18 @@ class TaskContext:
         device = self._place.home.device
         event = device.new_event()
         event.record(device.current_stream())
+        # On the batch's context: it is found by tasks of this batch only, and freed with it.
         setattr(self._iteration, _EVENT + name, event)
         return event
 
     def wait_event(self, name: str) -> bool:
         """Make the current stream wait for an event; return whether it was recorded yet.
 
-        That it was must be known on the host: name the task that records it in ``depends_on``, or
-        in ``same_progress_sync`` with the side ``CPU``.
+        The host must know that the event is recorded. Name the task that records it in
+        ``depends_on``, or in ``same_progress_sync`` with the side ``CPU``.
         """
         event = getattr(self._iteration, _EVENT + name, None)
+        # An event that was never recorded cannot be waited for; the caller decides what to do.
         if event is None:
             return False
         event.wait(self._place.home.device.current_stream())
@@ -195,5 +204,5 @@ class PeriodContext:
         self._contexts = contexts
 
     def of(self, task: Any) -> TaskContext:
-        """Return the context for a task's ``run``; the task must run in this period."""
+        """Return the context to pass to a task's ``run``; the task must run in this period."""
         return self._contexts[task.name]

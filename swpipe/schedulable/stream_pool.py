@@ -1,4 +1,4 @@
-"""The streams of a schedule, by name."""
+"""A pool of the streams that the tasks of a schedule use, by name."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from swpipe.core.messages import listed, shown
 
 DEFAULT = "default"
-"""The stream of a task that names none, and the caller's thread."""
+"""The name of the stream of a task without a stream, and of the caller's thread."""
 
 
 class StreamPool:
-    """Names of streams (seed section 3.2).
+    """A mapping of names to streams (seed section 3.2).
 
     Args:
-        streams: Name to ``torch.Stream`` or None. It needs ``"default"``, whose None is the
-            caller's current stream. None of another name is a stream that swpipe makes on a device
-            that has streams; where none has, names only order what is submitted.
+        streams: A mapping of names to ``torch.Stream`` or None. The name ``"default"`` is required;
+            None for it is the caller's current stream. None for another name is a stream that
+            swpipe makes. On a device without streams, names only order the submission of tasks.
 
     Raises:
-        TypeError: A name is no string, or a stream neither a ``torch.Stream`` nor None.
-        ValueError: There is no ``"default"``.
+        TypeError: A name is no string, or a stream is neither a ``torch.Stream`` nor None.
+        ValueError: The name ``"default"`` is missing.
     """
 
     def __init__(self, streams: Mapping[str, torch.Stream | None]) -> None:
@@ -40,6 +40,7 @@ class StreamPool:
                 f'the pool has no stream "default" (it has: {listed(streams)}): add '
                 '"default": None for the current stream'
             )
+        # A copy, because a later change of the caller's dict would not reach the plan.
         self._streams = dict(streams)
 
     @property
@@ -61,7 +62,9 @@ class StreamPool:
     def order(self, later: str, sooner: str) -> None:
         """Make the stream ``later`` wait for the work submitted to ``sooner``."""
         streams = [self.get(name) for name in (later, sooner)]
+        # Two Nones are both the current stream, whose work is in order already.
         if any(streams):
+            # Asked only here: without an accelerator there is no current stream.
             current = torch.accelerator.current_stream()
             after, before = (current if stream is None else stream for stream in streams)
             after.wait_stream(before)

@@ -26,7 +26,7 @@ def training_tasks(
     prefetch: bool,
     stream: str,
 ) -> tuple[Task, ...]:
-    """Return five tasks in the order of the plain loop; the copy runs on ``stream``."""
+    """Return the five tasks of a training step in serial order; the copy runs on ``stream``."""
 
     def h2d(ctx: TaskContext) -> None:
         ctx.slots.set("batch_gpu", moved(ctx.slots[BATCH], device))
@@ -35,6 +35,7 @@ def training_tasks(
         batch = ctx.slots["batch_gpu"]
         output = model(batch) if forward_fn is None else forward_fn(model, batch)
         ctx.slots.set("loss", (loss_fn or loss_in)(output))
+        # ``progress`` returns this slot.
         ctx.slots.set(RESULT, output)
 
     def backward(ctx: TaskContext) -> None:
@@ -49,29 +50,33 @@ def training_tasks(
             stream=stream,
             reads=BATCH,
             writes="batch_gpu",
+            # The copy touches only its batch, so the engine may run it ahead of undeclared tasks.
             pure=True,
         ),
+        # The gradients are no slot: dependences keep zero_grad, backward and step in order.
         Task.from_fn("zero_grad", lambda ctx: optimizer.zero_grad()),
         Task.from_fn("forward", forward, reads="batch_gpu", writes=["loss", RESULT]),
+        # DDP reduces gradients during backward, so ranks must submit it in the same order.
         Task.from_fn("backward", backward, reads="loss", depends_on="zero_grad", nccl=True),
         Task.from_fn("optimizer_step", lambda ctx: step(), depends_on="backward"),
     )
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return the batch on the device, by its ``to`` or that of the tensors and objects in it."""
+    """Return the batch on the device, moved by ``to`` of the batch or of the values in it."""
 
     def to(value: Any) -> Any:
+        # ``non_blocking`` lets a pinned batch be copied while the host continues.
         return value.to(device, non_blocking=True)
 
     return map_tensors(batch, to, own=to)
 
 
 def loss_in(output: Any) -> Tensor:
-    """Return the model's output, its first entry or its entry ``"loss"``: whichever is the loss.
+    """Return the loss in the model's output: the output, its first entry, or its entry "loss".
 
     Raises:
-        TypeError: None of these is a tensor.
+        TypeError: The output contains no tensor at this place.
     """
     loss = output
     if isinstance(output, Mapping):

@@ -1,17 +1,17 @@
 """The translation of a schedule into the plan that runs it.
 
-    lookahead k              stage L - k, L the largest lookahead
-    reads                    deps on all who write the slot with the same lookahead or a larger one
+    lookahead k              stage L - k, where L is the largest lookahead
+    reads                    deps on all writers of the slot with the same or a larger lookahead
     depends_on               deps
     cross_iter_depends_on    cross_iter_deps
-    same_progress_sync       same_period_deps; host_only, where the side is the CPU; NONE: nothing
-    ties                     order: topological, then as declared
-    stages                   same_period_deps: each task after those of the stage before
+    same_progress_sync       same_period_deps; host_only for side CPU; no dependence for side NONE
+    declaration order        order, where dependences leave a choice
+    stages                   same_period_deps: each task after the tasks of the previous stage
     one stream, two threads  same_period_deps between neighbours in the order
     threads                  within_calls: nothing runs between two calls
 
-The last three are rules of the seed's engine (its sections 3.2, 4.2, 4.4), on which its users rely
-for the state that lies outside slots.
+The last three are rules of the seed's engine (its sections 3.2, 4.2, 4.4). Its users rely on them
+for state outside slots.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ def translate(
     threads: Mapping[str, str],
     home: Home | None = None,
 ) -> PipelinePlan:
-    """Return the plan of a checked schedule, with its tasks.
+    """Return the plan of a checked schedule, including the tasks.
 
     Args:
         schedule: The schedule.
-        pool: Its streams.
-        threads: Task to thread.
-        home: Knows the pipeline that will run the plan; None if its tasks never run.
+        pool: The streams of the schedule.
+        threads: The thread of each task, by the task's name.
+        home: The reference to the pipeline that will run the plan; None if the tasks never run.
     """
     home = home or Home()
     order = period_order(schedule)
     edges = edges_of(schedule)
     between = between_stages(schedule)
+    # A pair that also has an ordinary edge needs its stream order, so it cannot be host-only.
     whole = {*between, *(edge.names for edge in edges if not edge.host_only)}
     most = schedule.max_lookahead
     return PipelinePlan(
@@ -74,7 +75,7 @@ def translate(
         within_calls=any(thread != DEFAULT_GROUP for thread in threads.values()),
         tasks=[
             PipelineTask(task.name, run_of(task, pool, most, home), task.io, task.random, task.pure)
-            # In the order in which a batch meets them.
+            # The plan's tasks are in serial order: a batch meets large lookaheads first.
             for task in sorted(order, key=lambda task: -task.lookahead)
         ],
     )
@@ -82,6 +83,7 @@ def translate(
 
 def run_of(task: Task, pool: StreamPool, most: int, home: Home) -> TaskFn:
     """Return the function that the engine calls for a task; ``most`` is the largest lookahead."""
+    # Made once per task, since each call of the task makes a new context from it.
     place = TaskPlace(pool, home, most - task.lookahead)
     run: Callable[[TaskContext], None] = task.run
     if task.nvtx_tag is None:
@@ -90,6 +92,7 @@ def run_of(task: Task, pool: StreamPool, most: int, home: Home) -> TaskFn:
             run(TaskContext(ctx, place))
 
         return fn
+    # Observers take instructions, so the additional range is an instruction that does nothing.
     ins = Instruction(task.nvtx_tag, place.stage, 0, 0, None, (), (), record=False, publish=False)
 
     def tagged(ctx: IterContext) -> None:
@@ -102,13 +105,15 @@ def run_of(task: Task, pool: StreamPool, most: int, home: Home) -> TaskFn:
 
 def _stream(pool: StreamPool, name: str) -> StreamRef:
     stream = pool.get(name)
+    # A plan's None is the current stream, and a name is a stream that the engine makes.
     return name if stream is None and name != DEFAULT else stream
 
 
 def _in_submission_order(
     order: Sequence[Task], threads: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Return an edge for each two neighbours of a stream that are on two threads."""
+    """Return (later, sooner) for consecutive tasks of a stream that run on different threads."""
+    # Two threads would submit to one stream in any order; tasks of one thread are in order already.
     for stream in dict.fromkeys(task.stream for task in order):
         for sooner, later in pairwise(task.name for task in order if task.stream == stream):
             if threads[sooner] != threads[later]:

@@ -1,4 +1,4 @@
-"""Runs of a job under different plans: training in alternation, losses, times, and comparison."""
+"""Runs of a job under different plans: alternating training, losses, times and comparison."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TrainingDivergedError(TrainingFailedError):
 
 
 class JobRun:
-    """A job in training under one plan.
+    """The training of a job under one plan.
 
     Use it as a context manager, or call ``close``.
 
@@ -74,7 +74,7 @@ class JobRun:
     def advance(
         self, steps: int, on_step: Callable[[], object] | None = None, *, timed: bool = True
     ) -> None:
-        """Train one turn: the next steps, or as many steps as are left.
+        """Train one turn: the next ``steps`` steps, or fewer if fewer batches are left.
 
         Args:
             steps: The number of steps in this turn.
@@ -184,6 +184,7 @@ def compare(a: JobRun, b: JobRun) -> Comparison:
     Raises:
         ValueError: The runs have different numbers of losses.
     """
+    # Losses are compared step by step, so the runs have to be equally long.
     if len(a.losses) != len(b.losses):
         raise ValueError(
             f"{a.name} ran {len(a.losses)} steps and {b.name} {len(b.losses)}: run both alike first"

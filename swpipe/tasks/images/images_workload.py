@@ -1,7 +1,7 @@
-"""A small image model on generated, compressed images, as a workload of the command line.
+"""A workload that trains a small image model on generated, compressed images.
 
-Decoding takes about as long as training does, as with pictures from a disk, so that a plan that
-decodes ahead shows what overlap can do.
+Decoding takes about as long as training, as is common with images from a disk. A plan that decodes
+ahead can therefore show the effect of overlap.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ CLASSES = 8
 SIDE = 112
 BATCH = 32
 EPOCH = 300
-_DIFFERENT = 16  # batches that are generated; an epoch goes through them again and again
+_DIFFERENT = 16
+"""The number of different batches; an epoch repeats them."""
 
 AHEAD = ("decode", "augment")
 LAST = ("forward", "backward", "step")
@@ -34,17 +35,17 @@ LAST = ("forward", "backward", "step")
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """What is trained, and where."""
+    """The configuration of the job: the seed, and the device that trains."""
 
     seed: int = 0
     device: str = "cpu"
 
 
 class ImageJob(Job):
-    """Decode, augment, forward, backward, step.
+    """A job with the tasks decode, augment, forward, backward and step.
 
     Attributes:
-        model: A small convolutional network.
+        model: The model, a small convolutional network.
     """
 
     epoch_steps = EPOCH
@@ -52,6 +53,7 @@ class ImageJob(Job):
     def __init__(self, config: ImageConfig) -> None:
         self._seed = config.seed
         self._device = config.device
+        # The initial parameters depend on the seed only, and the caller's generator is restored.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.model = nn.Sequential(
@@ -61,47 +63,54 @@ class ImageJob(Job):
             ).to(config.device)
         self.modules = [self.model]
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
+        # A generator of its own: the data does not depend on how many draws the model made.
         draws = torch.Generator().manual_seed(config.seed)
         self._batches = [compressed(draws) for _ in range(_DIFFERENT)]
 
     def tasks(self) -> tuple[PipelineTask, ...]:
-        """In serial order; the first two run ahead."""
+        """Return the tasks in serial order; the first two can run ahead."""
+        # Pure, because these two read only their batch and the configuration.
         ahead = (PipelineTask(name, getattr(self, name), pure=True) for name in AHEAD)
         return (*ahead, *(PipelineTask(name, getattr(self, name)) for name in LAST))
 
     def batches(self, steps: int | None = None, /) -> Iterator[Any]:
-        """Compressed images, and their classes."""
+        """Return an iterator over batches: compressed images and their classes, (BATCH,)."""
         return islice(cycle(self._batches), EPOCH if steps is None else steps)
 
     def decode(self, ctx: IterContext) -> None:
-        """Bytes to floats from 0 to 1."""
+        """Decode the images to floats from 0 to 1, (BATCH, 3, SIDE, SIDE)."""
         images, classes = ctx.batch
+        # A bytearray, because ``frombuffer`` warns about memory that is read-only.
         rows = torch.frombuffer(bytearray(zlib.decompress(images)), dtype=torch.uint8)
         ctx.x = rows.view(BATCH, 3, SIDE, SIDE).to(self._device).float().div_(255)
         ctx.y = classes.to(self._device)
 
     def augment(self, ctx: IterContext) -> None:
-        """Mirror half of the images; what is drawn follows from the iteration's number."""
+        """Mirror about half of the images, chosen by the seed and the iteration's number."""
+        # Not the default generator: the draws are the same whichever plan runs the task.
         draws = torch.Generator().manual_seed(self._seed + ctx.iter_idx)
         mirrored = (torch.rand(BATCH, 1, 1, 1, generator=draws) < 0.5).to(self._device)
         ctx.x = torch.where(mirrored, ctx.x.flip(3), ctx.x).sub_(0.5)
 
     def forward(self, ctx: IterContext) -> None:
-        """The loss."""
+        """Compute the loss."""
         ctx.loss = nn.functional.cross_entropy(self.model(ctx.x), ctx.y)
 
     def backward(self, ctx: IterContext) -> None:
-        """Gradients."""
+        """Compute the gradients of the parameters."""
         self._optimizer.zero_grad()
         ctx.loss.backward()
 
     def step(self, ctx: IterContext) -> None:
-        """New parameters."""
+        """Update the parameters from their gradients."""
         self._optimizer.step()
 
 
 def compressed(draws: torch.Generator) -> tuple[bytes, Tensor]:
-    """A batch of noisy gratings, whose frequency is their class: (BATCH, 3, SIDE, SIDE), zlib."""
+    """Return zlib-compressed images, (BATCH, 3, SIDE, SIDE), and their classes, (BATCH,).
+
+    An image is a noisy grating whose frequency is determined by its class.
+    """
     classes = torch.randint(CLASSES, (BATCH,), generator=draws)
     angle = torch.linspace(0, 2 * math.pi, SIDE)
     waves = torch.sin(angle * (classes + 1).view(-1, 1)).view(BATCH, 1, 1, SIDE)
@@ -111,8 +120,9 @@ def compressed(draws: torch.Generator) -> tuple[bytes, Tensor]:
 
 
 def configure(options: Mapping[str, Any]) -> ImageConfig:
-    """The job's configuration."""
-    # The plan uses the other cores; and a sum that is split among more threads rounds otherwise.
+    """Return the job's configuration from the values of the options."""
+    # One thread per operator: the plan's threads use the other cores, and sums split over a
+    # different number of threads round differently.
     torch.set_num_threads(1)
     return ImageConfig(seed=options["seed"], device=options["device"] or "cpu")
 

@@ -43,6 +43,7 @@ Before: TypeAlias = Callable[[int | None], object]
 After: TypeAlias = Callable[[Any, int | None], object]
 """Called with the present value and the chunk's ``vp_stage``."""
 
+# Keys are checked, because a misspelled key would be ignored silently.
 _EXTRA = ("delay_wgrad_compute",)
 
 _BEFORE = {"forward": "made", "backward": "forward"}
@@ -118,6 +119,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         output_processor: Callable[..., Tensor] | None = None,
         output_processor_context: Any = None,
     ) -> None:
+        # Multi-token prediction only adds losses, so without labels its layers are left out.
         predictors = model.predictors if labels is not None else []
         layers: list[Layer] = [*model.decoder_layers, *predictors]
         if decoder_input is None and not model.pre_process:
@@ -144,13 +146,17 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         self.expert_group = model.expert_group
         self.device = device_of(model)
         streams = self.device.has_streams
+        # One event for all nodes, so that their own ``forward`` and ``backward`` are ordered
+        # across both streams.
         self.event: Any = self.device.new_event() if streams else None
+        # The functions and not their results, so that the exchange stream is made at first use.
         comp, comm = (get_comp_stream, get_comm_stream) if streams else (None, None)
         self.pre_process: Any = PreProcessNode(model, state, self.event, comp)
         self.layers = [
             TransformerLayerSchedulePlan(layer, self.event, state, comp, comm, extra)
             for layer in layers
         ]
+        # A chunk without an output layer passes its hidden state to the next chunk.
         self.post_process: Any = NoopScheduleNode()
         if model.post_process:
             self.post_process = PostProcessNode(model, state, self.event, comp)
@@ -185,6 +191,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         Raises:
             IndexError: No layer is left.
         """
+        # Raises the error with a message for an empty plan.
         self.get_layer(self.num_layers() - 1)
         return self.layers.pop()
 
@@ -199,6 +206,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
 
     def release_state(self) -> None:
         """Drop all nodes with their inputs, outputs and graphs."""
+        # After the first call there are no parts; a second call does nothing.
         for part in (self.pre_process, *self.layers, self.post_process):
             if part is not None:
                 part.release()
@@ -210,7 +218,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         """Check that the plan can be run in a direction: "forward" once, then "backward" once.
 
         Raises:
-            RuntimeError: It cannot.
+            RuntimeError: The plan cannot be run in this direction now.
         """
         if self._done != _BEFORE[direction]:
             raise RuntimeError(
@@ -219,7 +227,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
             )
 
     def begin(self, direction: str) -> None:
-        """Record that the plan is run in a direction."""
+        """Record that a run of the plan in a direction begins."""
         self._done = direction
 
     def run_backward_input(self, grad: Tensor) -> Tensor | None:
@@ -237,17 +245,21 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         self.check_turn("backward")
         self.begin("backward")
         self.record_current_stream()
+        # Backward of all nodes in reverse order, without overlap: the counterpart of ``run`` for
+        # schedules that separate input gradients from weight gradients.
         value: Any = self.post_process.backward(grad)
         for node in reversed([node for layer in self.layers for node in layer.nodes]):
             value = node.backward(value)
         self.pre_process.backward(value)
         self.wait_current_stream()
+        # Also holds the memory for the caller's stream, on which it was not allocated.
         input_grad: Tensor | None = as_leaf(value)
         return input_grad
 
     def run_backward_dw(self) -> None:
-        """Compute the weight gradients that ``run_backward_input`` has delayed; release all."""
+        """Compute the weight gradients that ``run_backward_input`` delayed; release the plan."""
         self.record_current_stream()
+        # The order in which a backward would have computed them. Exchanges delay nothing.
         for layer in reversed(self.layers):
             layer.mlp.backward_dw()
             layer.attn.backward_dw()
@@ -294,9 +306,10 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
             )
         turns = {"forward": f_schedule_plan, "backward": b_schedule_plan}
         plans = {direction: plan for direction, plan in turns.items() if plan is not None}
-        for direction, plan in plans.items():  # all of them, before anything runs
+        for direction, plan in plans.items():  # checked for both before anything changes
             plan.check_turn(direction)
         for direction, plan in plans.items():
+            # Before the run: a plan that fails halfway must not be run again.
             plan.begin(direction)
         either = f_schedule_plan or b_schedule_plan
         if either is None:
@@ -308,6 +321,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
             device=either.device,
             group=either.expert_group,
         )
+        # Only a forward has a result: the gradient of the input goes to ``post_backward``.
         result: Tensor | None = output
         return result
 
@@ -344,6 +358,8 @@ def _mask(mask: Tensor | None, packed: Any) -> Tensor | None:
             f"packed_seq_params.cu_seqlens_q is {ends.tolist()}: give where sequences end, in "
             "increasing order, beginning with 0"
         )
+    # ``number`` is the sequence of each token. A key is hidden if it belongs to another sequence,
+    # or comes after the query.
     places = torch.arange(int(ends[-1]), device=ends.device)
     number = torch.searchsorted(ends, places, right=True)
     hidden = (number[:, None] != number[None]) | (places[:, None] < places[None])

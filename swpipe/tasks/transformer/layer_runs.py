@@ -72,6 +72,7 @@ class PairContext(IterContext):
 
     def __init__(self, batch: dict[str, Any], iter_idx: int) -> None:
         super().__init__(None, iter_idx)
+        # The call's values are attributes, which the functions of the steps read and replace.
         vars(self).update(batch)
 
 
@@ -88,10 +89,12 @@ def run_steps(
     Raises:
         RuntimeError: Ranks of the expert group run different orders.
     """
+    # Started first: the call's first collective must be the same on every rank.
     same_order = SameOrder(order, group, device.name)
     pipeline = _pipelines.of(order, device)
     sides = {"f": forward, "b": backward}
     values = {f"{k}_value": None if side is None else side.value for k, side in sides.items()}
+    # One iteration and no iterator: the pipeline stays open for the next call.
     pipeline.push({**sides, **values, "same_order": same_order})
     (ctx,) = pipeline.flush()
     return as_leaf(ctx.f_value), ctx.b_value
@@ -104,8 +107,9 @@ class _Pipelines(threading.local):
         self._made: OrderedDict[Any, SWPipeline[PairContext]] = OrderedDict()
 
     def of(self, order: Steps, device: Device) -> SWPipeline[PairContext]:
-        """Return the pipeline of an order, which is made at the first call."""
+        """Return the pipeline that runs an order; the first call for an order makes it."""
         streams = (get_comp_stream(), get_comm_stream()) if device.has_streams else (None, "comm")
+        # The streams belong to the key, since ``set_streams`` can change them between calls.
         key = (order, device.name, streams)
         if key not in self._made:
             self._made[key] = SWPipeline(
@@ -113,10 +117,11 @@ class _Pipelines(threading.local):
                 [PipelineTask(step.name, step_function(step)) for step in order],
                 device=device,
                 context=PairContext,
-                check_ranks=False,  # would compare all ranks, not the expert group: SameOrder does
+                check_ranks=False,  # it compares all ranks; SameOrder compares the group
                 check_effects=False,
                 stall_timeout_s=None,  # the only thread waits for collectives, which time out
             )
+            # The pipeline that was used least recently is first, and is closed.
             while len(self._made) > MOST_PIPELINES:
                 self._made.popitem(last=False)[1].close()
         self._made.move_to_end(key)
@@ -140,7 +145,9 @@ def step_function(step: LayerStep) -> TaskFn:
         "dw": "run_backward_dw",
     }.get(step.part, f"run_{direction}")
     layer = step.layer
+    # The comparison is awaited as late as possible, but before tokens are exchanged.
     checks = step.issues_collectives
+    # The embedding reads its input from the chunk's state, not from a previous step.
     takes_value = (node, side) != ("pre_process", "f")
 
     def run(ctx: Any) -> None:
@@ -179,6 +186,7 @@ def _end_forward(ctx: Any) -> None:
 
 
 def _end_backward(ctx: Any) -> None:
+    # A microbatch's graph is not needed after its backward.
     ctx.b.chunk.release_state()
     ctx.b = None
 
@@ -189,7 +197,7 @@ _AROUND: dict[tuple[str, str], TaskFn] = {
     ("end", "f"): _end_forward,
     ("end", "b"): _end_backward,
 }
-"""The functions of the steps around a chunk's layers that are no nodes."""
+"""The functions of the steps before and after a chunk's layers that run no node."""
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
@@ -198,7 +206,7 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 
 class SameOrder:
-    """A comparison of the steps between ranks, which has started.
+    """A comparison of steps between ranks, which starts when the object is made.
 
     Args:
         order: The steps that this rank is about to run.
@@ -211,9 +219,11 @@ class SameOrder:
     ) -> None:
         self._handle: dist.Work | None = None
         if size_of(group) > 1:
+            # Seven bytes, so that the number fits into a signed tensor element of 64 bits.
             digest = hashlib.sha256(" ".join(step.name for step in order).encode()).digest()
             own = torch.tensor([int.from_bytes(digest[:7], "big")], device=device)
             self._all = own.new_empty(size_of(group))
+            # Asynchronous, so that it overlaps the steps before the first exchange.
             self._handle = dist.all_gather_into_tensor(self._all, own, group=group, async_op=True)
 
     def check(self) -> None:
@@ -236,11 +246,12 @@ class SameOrder:
 
 
 def check_same_plan_in_group(plan: PipelinePlan, group: dist.ProcessGroup | None) -> None:
-    """Compare a plan between the ranks of an expert group. A collective; nothing without a group.
+    """Check that all ranks of an expert group have the same plan; a collective of the group.
 
     Raises:
         RuntimeError: The ranks have different plans; raised on all of them.
     """
+    # Digests first: the facts are larger, and are only gathered for the message.
     if size_of(group) > 1 and len(set(gather(plan.digest(), group))) > 1:
         raise RuntimeError(
             "ranks of one expert group train layers by different plans: "

@@ -118,12 +118,15 @@ class TransformerLayerNode(ScheduleNode):
         self._detached: list[tuple[Tensor, Tensor]] = []
 
     def detach(self, tensor: Tensor) -> Tensor:
-        """Return a leaf for other nodes, whose gradients are added to it."""
+        """Return a leaf of a tensor for other nodes, which add their gradients to the leaf."""
+        # The pair joins the two graphs: other nodes add gradients to the leaf, and this node's
+        # backward passes them on to the tensor.
         leaf: Tensor = as_leaf(tensor)
         self._detached.append((tensor, leaf))
         return leaf
 
     def run_backward_dw(self) -> None:
+        # Emptied first: a failed computation must not run again with the next call.
         notes = self._notes
         self._notes = []
         for note in notes:
@@ -137,7 +140,9 @@ class TransformerLayerNode(ScheduleNode):
         """Run autograd's backward from the outputs and from the values detached for other nodes."""
         detached = self._detached
         self._detached = []
+        # The nodes that use the leaves come later in forward, so their backwards have run by now.
         grads = [leaf.grad for _, leaf in detached]
+        # Another node may have allocated them on the other stream.
         for grad in grads:
             used_here(grad)
         roots = (*outputs, *(tensor for tensor, _ in detached))
@@ -150,6 +155,7 @@ class TransformerLayerNode(ScheduleNode):
         self._detached = []
 
     def _compute(self, *inputs: Any) -> Values:
+        # Forward decides: the autograd function of each linear map keeps these notes for backward.
         with delaying(self._notes if self.delay_wgrad_compute else None):
             return self.forward_func(self, *inputs)
 
@@ -168,8 +174,11 @@ class ExchangeNode(TransformerLayerNode):
 
     def start_forward(self, rows: Tensor) -> tuple[Exchange, bool]:
         """Start to send the rows; return the argument of ``finish_forward``."""
+        # Checked before rows are sent, so that a refused call has started no exchange.
         self._refuse_again()
         used_here(rows)
+        # Outside autograd: the exchange of the gradients is started by ``start_backward``, so that
+        # the schedule decides when it runs.
         sent = self.layer_state.routing.start(rows, to_experts=self._to_experts)
         return sent, rows.requires_grad
 
@@ -177,6 +186,7 @@ class ExchangeNode(TransformerLayerNode):
         """Wait for the received rows, and compute with them."""
         pending, requires_grad = sent
         received = pending.wait()
+        # The received rows are this node's leaf; they need a gradient if the sent rows do.
         return super().run_forward(received.detach().requires_grad_(requires_grad))
 
     def start_backward(self, output_grad: Values) -> Exchange | None:
@@ -185,6 +195,7 @@ class ExchangeNode(TransformerLayerNode):
         routing = self.layer_state.routing
         if self._to_experts:  # the last exchange of a microbatch
             del self.layer_state.routing
+        # All ranks of the group run the same layers, so no rank waits for this exchange.
         if grad is None:
             return None
         sent: Exchange = routing.start(grad, to_experts=not self._to_experts)
@@ -195,6 +206,7 @@ class ExchangeNode(TransformerLayerNode):
         return None if sent is None else sent.wait()
 
     def run_forward(self, inputs: Values = ()) -> Values:
+        # Without other work between the two halves, for callers that run whole nodes.
         (rows,) = inputs if isinstance(inputs, tuple) else (inputs,)
         return self.finish_forward(self.start_forward(rows))
 
@@ -274,12 +286,14 @@ class TransformerLayerSchedulePlan:
     ) -> None:
         decoder = decoder_of(layer)
         mtp = predicts(layer)
+        # Checked here, because a missing method would only be noticed during the run.
         wanted: dict[str, Any] = {"attend": layer, "feed_forward": decoder}
         if missing := [name for name, of in wanted.items() if not hasattr(of, name)]:
             raise TypeError(
                 f"layer is {shown(layer)}, which has no method {listed(missing)}: give one with "
                 "the methods of swpipe.tasks.transformer.DecoderLayer"
             )
+        # Other layers read optional attributes only, so any object is enough for them.
         if mtp and not hasattr(chunk_state, "model"):
             raise TypeError(
                 f"chunk_state is {shown(chunk_state)}: a layer for multi-token prediction embeds "
@@ -290,6 +304,7 @@ class TransformerLayerSchedulePlan:
         self.chunk_state = chunk_state
         self.comp_stream = comp_stream
         self.comm_stream = comm_stream
+        # The node that computes a value sets it here; the last node that uses it removes it.
         self.layer_state = SimpleNamespace()
         self.config = getattr(decoder, "config", None)
         self.expert_group = getattr(decoder, "expert_group", None)
@@ -308,7 +323,9 @@ class TransformerLayerSchedulePlan:
         chunk_state = self.chunk_state
         decoder = decoder_of(layer)
         shared = (event, self.layer_state, chunk_state)
+        # ``kind`` has merged the argument and the config.
         late = {**(extra_args or {}), "delay_wgrad_compute": self.kind.delayed}
+        # An exchange computes no linear map, so it has no weight gradient to delay.
         at_once = {**late, "delay_wgrad_compute": False}
 
         def node(name: str, function: Submodule, of: Any, extra: Mapping[str, Any]) -> Any:
@@ -321,8 +338,9 @@ class TransformerLayerSchedulePlan:
             )
 
         noop: Any = NoopScheduleNode()
-        self.post_attn = noop  # by Megatron's older name; attn has the router
+        self.post_attn = noop  # Megatron's older name for the router, which ``attn`` contains here
         self.attn = node("attn", _attend, layer, late)
+        # A dense layer keeps these: callers may run all five nodes of any layer.
         self.moe_dispatch = self.moe_combine = self.mtp_post_process = noop
         self.mlp = node("mlp", _experts if self.kind.moe else _feed_forward, decoder, late)
         if self.kind.moe:
@@ -352,6 +370,7 @@ class TransformerLayerSchedulePlan:
         """Drop the inputs, outputs and graphs of the nodes."""
         for node in self.nodes:
             node.release()
+        # The nodes share the namespace, so it is emptied in place.
         vars(self.layer_state).clear()
         self.chunk_state = None
 
@@ -391,6 +410,8 @@ class TransformerLayerSchedulePlan:
                 raise ValueError(f"{name} is given and {argument} is not: give it as well")
         ahead = () if f_layer is None else layer_steps("f", 0, f_layer.kind)
         back = () if b_layer is None else layer_steps("b", 0, b_layer.kind)
+        # The caller sends the input's gradient to the previous chunk first, and computes
+        # these weight gradients while it is under way.
         if is_last_layer_in_bwd:
             back = tuple(step for step in back if step != LayerStep("b", 0, "attn", "dw"))
         either = f_layer or b_layer
@@ -411,7 +432,7 @@ def predicts(layer: Layer) -> bool:
 
 
 def decoder_of(layer: Any) -> Any:
-    """Return the transformer layer in a layer for multi-token prediction; another layer itself."""
+    """Return the transformer layer of a layer for multi-token prediction, or the layer itself."""
     return getattr(layer, "transformer_layer", layer)
 
 
@@ -454,6 +475,8 @@ def _attend_ahead(
     layer: PredictionLayer, node: TransformerLayerNode, hidden: Tensor, mask: Tensor | None
 ) -> Tensor:
     state = node.chunk_state
+    # The chunk's own output comes from the last layer before multi-token prediction. It is set
+    # aside until ``_output``, and its gradient returns through the leaf.
     if layer.number == 0:
         state.main_hidden = node.detach(hidden)
     embedded = state.model.embed(layer.moved(state.input_ids), state.position_ids)
@@ -463,6 +486,7 @@ def _attend_ahead(
 def _route(layer: MoeLayer, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
     state = node.layer_state
     padding = getattr(node.chunk_state, "padding_mask", None)
+    # Only the rows are this node's output. The other values skip the exchange and the experts.
     rows, weights, normed, state.routing = layer.route(hidden, padding)
     state.hidden = node.detach(hidden)
     state.weights = node.detach(weights)
@@ -476,6 +500,7 @@ def _feed_forward(layer: DecoderLayer, node: TransformerLayerNode, hidden: Tenso
 
 def _experts(layer: MoeLayer, node: TransformerLayerNode, rows: Tensor) -> Tensor:
     state = node.layer_state
+    # ``pop``: the state must not keep the memory of a value after its only use.
     rows, shared = layer.through_experts(rows, vars(state).pop("normed"), state.routing)
     state.shared = None if shared is None else node.detach(shared)
     return rows
@@ -485,7 +510,7 @@ def _merge(layer: MoeLayer, node: TransformerLayerNode, rows: Tensor) -> Tensor:
     state = vars(node.layer_state)
     routing = state["routing"]
     hidden, weights, shared = (state.pop(name) for name in ("hidden", "weights", "shared"))
-    for tensor in (hidden, weights, shared, *routing.tensors):  # made on another stream
+    for tensor in (hidden, weights, shared, *routing.tensors):  # allocated on another stream
         used_here(tensor)
     return layer.merge(rows, weights, shared, hidden, routing)
 
@@ -496,6 +521,7 @@ def _output(node: PostProcessNode, hidden: Tensor) -> Tensor:
     if state.main_hidden is not None:  # ``hidden`` comes from a layer for multi-token prediction
         hidden = state.main_hidden
         state.main_hidden = None
+    # The nodes ``mtp_post_process`` of this microbatch have filled the list.
     further = state.further_losses
     state.further_losses = []
     out: Tensor
@@ -517,6 +543,7 @@ _PROCESSOR_ARGUMENTS = (
 
 def _further_losses(node: PostProcessNode, hidden: Tensor) -> Tensor:
     state = node.chunk_state
+    # The hidden state passes to the next layer; the losses reach ``_output`` by the state.
     if state.labels is not None and node.mtp is not None:
         losses = node.gpt_model.further_losses(node.mtp, hidden, state.labels, state.loss_mask)
         state.further_losses.append(node.detach(losses))

@@ -28,7 +28,7 @@ Loss: TypeAlias = Callable[[Tensor, Mapping[str, Any]], Tensor]
 """Maps a chunk's output and the microbatch to a scalar, which is differentiated."""
 
 _OF_MTP = (("attn", ""), ("mtp_post_process", ""))
-"""Steps of multi-token prediction that embed tokens, or compute logits."""
+"""The steps of a layer for multi-token prediction that embed tokens or compute logits."""
 
 
 def mean_of_output(output: Tensor, batch: Mapping[str, Any]) -> Tensor:
@@ -67,11 +67,14 @@ def training_tasks(model: ChunkModel, loss: Loss = mean_of_output) -> list[Pipel
         "b.begin": lambda ctx: ctx.b.chunk.begin("backward"),
         "b.end": _release,
     }
+    # No hooks: they serve schedules that send values between chunks.
     steps = {step.name: step for step in chunk_order(kinds, kinds, hooks=False)}
     tasks = []
     for name in training_plan(model).schedule:
+        # Every step reads parameters. ``others`` says that undeclared tasks do not write them.
         states = [DeclaredIO(state="parameters", mode="r", others="r")]
         if steps[name].side == "b":
+            # A step adds to gradients of its own parameters; shared ones are declared below.
             states.append(DeclaredIO(state=f"gradients of {name}", others=""))
             if shared and _uses_shared(steps[name], kinds):
                 states.append(DeclaredIO(state="shared gradients", others=""))
@@ -106,6 +109,7 @@ def training_pipeline(
     """
     plan = training_plan(model) if plan is None else plan
     check_same_plan_in_group(plan, model.expert_group)
+    # The pipeline would compare all ranks, and those of other groups may have other plans.
     options.setdefault("check_ranks", False)
     device = device_of(model) if device is None else device
     return SWPipeline(plan, training_tasks(model, loss), device=device, **options)
@@ -124,6 +128,7 @@ def _uses_shared(step: LayerStep, kinds: Sequence[LayerKind]) -> bool:
 
 
 def _begin(ctx: Any, model: ChunkModel, kinds: tuple[LayerKind, ...]) -> None:
+    # The plan's tasks are fixed when the pipeline is made, so each microbatch must match them.
     plan = TransformerModelChunkSchedulePlan(model, **ctx.batch)
     if plan.kinds != kinds:
         raise ValueError(
@@ -137,6 +142,7 @@ def _begin(ctx: Any, model: ChunkModel, kinds: tuple[LayerKind, ...]) -> None:
 
 
 def _end(ctx: Any, loss: Loss) -> None:
+    # A leaf, so that the loss has a graph of its own and backward starts with its gradient.
     output = as_leaf(ctx.f_value)
     with torch.enable_grad():
         scalar = loss(output, ctx.batch)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
+# Protocols and no base classes, so that models need not import swpipe.
 class Exchange(Protocol):
     """An exchange of rows between ranks that was started."""
 
@@ -71,6 +72,7 @@ class MoeLayer(DecoderLayer, Protocol):
 
     expert_group: dist.ProcessGroup | None
 
+    # The schedule recognizes a layer with experts by this method.
     def route(self, hidden: Tensor, padding_mask: Tensor | None = None) -> Routed:
         """Choose experts and sort rows by them; may start an exchange of counts.
 
@@ -102,6 +104,7 @@ class PredictionLayer(Protocol):
     """
 
     number: int
+    # The schedule recognizes a layer for multi-token prediction by this attribute.
     transformer_layer: DecoderLayer
 
     def attend(self, hidden: Tensor, embedded: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -111,6 +114,7 @@ class PredictionLayer(Protocol):
         """Shift values, (batch, sequence), by ``number + 1`` positions; fill the end with zeros."""
 
 
+# A whole model is a chunk with ``pre_process`` and ``post_process``.
 class ChunkModel(Protocol):
     """A model, or a chunk of its layers.
 
@@ -124,8 +128,10 @@ class ChunkModel(Protocol):
 
     pre_process: bool
     post_process: bool
+    # If true, steps at both ends of the chunk add to one gradient, and must not overlap.
     share_embeddings_and_output_weights: bool
     expert_group: dist.ProcessGroup | None
+    # Passed on to the hooks only; the schedule itself does not use it.
     vp_stage: int | None
 
     @property

@@ -45,6 +45,7 @@ def get_comp_stream() -> torch.Stream | None:
 
 def get_comm_stream() -> torch.Stream | None:
     """Return the stream of exchanges, made at the first call; None on a device without streams."""
+    # A higher priority (-1): a short exchange should not wait for queued computation.
     if _given["comm"] is None and (device := resolve(None)).has_streams:
         _given["comm"] = device.new_stream(StreamSpec(priority=-1))
     return _given["comm"]
@@ -57,7 +58,7 @@ def device_of(model: Any) -> Device:
 
 
 class ScheduleNode:
-    """A function that is run forward, and later backward.
+    """A function with a forward and a later, separate backward.
 
     ``forward``, ``backward`` and ``backward_dw`` run on the node's stream, in the order of its
     event. A schedule that orders streams itself calls ``run_forward``, ``run_backward``
@@ -99,7 +100,7 @@ class ScheduleNode:
 
     @property
     def output(self) -> Values:
-        """The result of that forward, a value or a tuple; None otherwise."""
+        """The result of the last forward, a value or a tuple; None after its backward."""
         return None if self._outputs is None else _single(self._outputs)
 
     def get_output(self) -> Values:
@@ -123,10 +124,11 @@ class ScheduleNode:
         """Run backward from the gradients of the outputs; return those of the inputs.
 
         Gradients of parameters are added to ``.grad`` as usual. Give None for an output without a
-        gradient; the gradient of an input that requires none is None. The node then holds nothing.
+        gradient; the gradient of an input that requires none is None. Afterwards the node holds no
+        tensors.
 
         Raises:
-            RuntimeError: There was no forward, or its backward has run.
+            RuntimeError: No forward was run, or its backward was run already.
             ValueError: The number of gradients is not the number of outputs.
         """
         with self._on_stream():
@@ -141,10 +143,12 @@ class ScheduleNode:
         """Run ``forward`` on the current stream."""
         self._refuse_again()
         given = _tuple_of(inputs)
+        # The leaves cut the graph here, so that this node's backward can run on its own.
         leaves = tuple(map(as_leaf, given))
         outputs = self._compute(*leaves)
         self._inputs = leaves
         self._outputs = _tuple_of(outputs)
+        # The storage is emptied, not the tensor: the previous node's outputs share it.
         if self.free_input:
             for tensor in given:
                 if isinstance(tensor, Tensor):
@@ -165,6 +169,7 @@ class ScheduleNode:
                 f"node {self.name!r} has {len(outputs)} outputs, and {len(grads)} gradients were "
                 "given: give one for each, or None for an output without"
             )
+        # They may come from a node on the other stream.
         for grad in grads:
             used_here(grad)
         self._outputs = None
@@ -172,6 +177,7 @@ class ScheduleNode:
         # node's tensors would live until a garbage collection.
         try:
             (self.backward_func or self.default_backward_func)(outputs, grads)
+            # Before ``finally`` drops the leaves.
             return self.get_grad()
         finally:
             self._inputs = ()
@@ -183,6 +189,7 @@ class ScheduleNode:
         self, outputs: Sequence[Any], output_grad: Sequence[Any]
     ) -> Sequence[Any]:
         """Run autograd's backward from the outputs with a gradient; return the gradients."""
+        # Autograd rejects roots that need no gradient; an output without one contributes nothing.
         roots = [
             (output, grad)
             for output, grad in zip(outputs, output_grad, strict=True)
@@ -210,13 +217,15 @@ class ScheduleNode:
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
         stream = self.stream() if callable(self.stream) else self.stream
+        # Without a stream and an event there is nothing to order: a device without streams.
         if stream is None and self.event is None:
             yield
             return
-        if stream is None:  # the current stream takes part in the event's order, too
+        if stream is None:  # the event orders work on the current stream as well
             stream = torch.accelerator.current_stream(self.event.device)
         with resolve(stream.device).on(stream):
             if self.event is not None:
+                # Waits for the node before, on whatever stream it ran.
                 self.event.wait(stream)
             yield
             if self.event is not None:
@@ -227,7 +236,7 @@ class NoopScheduleNode:
     """A node that does nothing, for a part that a layer does not have."""
 
     def forward(self, inputs: Values = ()) -> Values:
-        """Return the inputs, or the gradients."""
+        """Return the argument, inputs or gradients, unchanged."""
         return inputs
 
     def release(self) -> None:
@@ -239,6 +248,7 @@ class NoopScheduleNode:
 
 def as_leaf(value: Values) -> Values:
     """Return a tensor without its graph, as a leaf if it requires a gradient; others unchanged."""
+    # ``detach`` shares the memory, so a leaf costs no copy.
     if not isinstance(value, Tensor):
         return value
     used_here(value)

@@ -49,6 +49,7 @@ class WeightGradient(NamedTuple):
 
 Notes: TypeAlias = list[WeightGradient]
 
+# Per thread and context: the caller's thread and autograd's threads do not share it.
 _notes: ContextVar[Notes | None] = ContextVar("notes of weight gradients", default=None)
 
 
