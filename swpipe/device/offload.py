@@ -1,4 +1,4 @@
-"""Memory that is moved to the host between two uses, and back before the second, by two tasks.
+"""Offload of memory: one task moves it to the host, a second task restores it before its use.
 
     compute   forward 1   forward 2 (1) forward 3   ...   backward 3   backward 2 (3) backward 1
     stash                 [ 1 to the host ][ 2 ...
@@ -45,6 +45,7 @@ from swpipe.errors import PlanError, Problem
 
 __all__ = ["Offload", "offloaded", "with_offload"]
 
+# Private: the number of references to a storage, which tells whether freeing it has an effect.
 _uses = torch._C._storage_Use_Count
 
 STASH = "stash"
@@ -55,7 +56,7 @@ HELD = "stashed"
 """The attribute of the context that has what autograd has saved in an iteration."""
 
 LEAST_BYTES = 2**16
-"""Smaller tensors stay on the device: a copy of them takes longer than it is worth."""
+"""The smallest tensor that is offloaded; copies of smaller tensors cost more than they save."""
 
 
 class _Memory:
@@ -91,11 +92,11 @@ class _Memory:
         self._host.copy_(self.bytes(), non_blocking=device.pins_memory)
 
     def free(self) -> None:
-        """Give the device's memory back; the copy has been waited for."""
+        """Release the device's memory, after the home stream was made to wait for the copy."""
         if self._in_place:
             self.storage.resize_(0)
         elif _uses(self.storage._cdata) > 1 + len(self.saved):
-            self.forget_copy()  # others hold it: to let go would free nothing
+            self.forget_copy()  # other references remain, so that nothing would be freed
             return
         else:
             self.storage = None
@@ -119,7 +120,7 @@ class _Memory:
         self.forget_copy()
 
     def forget_copy(self) -> None:
-        """Let go of the copy; that of memory which outlives iterations is written again."""
+        """Drop the host copy, unless the memory outlives iterations and reuses its buffer."""
         if not self._in_place:
             self._host = None
 
@@ -131,7 +132,7 @@ class _Memory:
 
 
 class _Saved:
-    """A tensor that autograd has saved, as a view of a memory."""
+    """A tensor that autograd has saved, described as a view of a ``_Memory``."""
 
     def __init__(self, memory: _Memory, tensor: Tensor) -> None:
         self._memory = memory
@@ -143,7 +144,7 @@ class _Saved:
         memory.saved.append((tensor.detach(), tensor._version))
 
     def unpack(self) -> Tensor:
-        """Return the tensor, for the backward."""
+        """Return the saved tensor for the backward pass."""
         memory = self._memory
         if memory.saved:
             tensor, version = memory.saved[self._number]
@@ -168,7 +169,7 @@ def _check_version(tensor: Tensor, version: int) -> None:
 
 
 class _Stashes:
-    """What one iteration, or one pair, has given to the host."""
+    """The memories that one iteration or one pair has moved to the host."""
 
     def __init__(self) -> None:
         self.of_pair: dict[str, list[_Memory]] = {}
@@ -180,7 +181,7 @@ class _Stashes:
         storage = tensor.untyped_storage()
         place, memory, version = self._known.get(storage._cdata, (None, lambda: None, 0))
         found = memory() if place is not None and not place.expired() else None  # type: ignore[no-untyped-call]
-        # What was freed, or copied with other values, cannot stand for this tensor.
+        # Memory that was freed, or copied with other values, does not hold this tensor's values.
         if found is None or found.on_host or (found.copied and version != tensor._version):
             found = _Memory(storage, home, in_place=False)
             weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -198,7 +199,7 @@ class _Stashes:
         self._copying.append((event, memories))
 
     def free(self, all_but: int = 0) -> None:
-        """Free what was copied, but for the last copies, which may still be under way."""
+        """Copy memories back on the current stream; memories that were not freed stay there."""
         while len(self._copying) > all_but:
             event, memories = self._copying.popleft()
             for home in {memory.home for memory in memories}:
@@ -207,8 +208,9 @@ class _Stashes:
                 memory.free()
 
     def copy_in(self, memories: Iterable[_Memory], device: Device) -> None:
-        """Copy memories back on the current stream; what was not freed yet stays."""
+        """Copy memories back on the current stream; memories that were not freed stay in place."""
         memories = [*memories]
+        # Memories that are needed again must not be freed by the copies that still wait.
         for _, copying in self._copying:
             for memory in [one for one in copying if one in memories]:
                 copying.remove(memory)
@@ -375,7 +377,7 @@ class Offload:
             self._own.copy_in(self._kept.values(), self._device)
 
     def _bring_back(self) -> None:
-        """Restore what a failure has left on the host."""
+        """Restore the memory that a failure has left on the host."""
         self._device.synchronize()
         self._own.copy_in(self._kept.values(), self._device)
         self._device.synchronize()
@@ -387,7 +389,8 @@ def _unpacked(saved: Any) -> Any:
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Hide operators from those who watch what tasks do."""
+    """Hide operators in this block from dispatch modes that record the effects of tasks."""
+    # _DisableTorchDispatch (private) acts as long as the object lives.
     guard = torch._C._DisableTorchDispatch()
     try:
         yield

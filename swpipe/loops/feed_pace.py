@@ -1,4 +1,4 @@
-"""Which sample is asked for next, under which version of the policy, and which is handed out.
+"""The order in which samples are requested and handed out, and the policy version of each.
 
 Samples are handed out at positions 0, 1, 2, ...; position p belongs to batch p // batch, and batch
 k is trained by version k. So a sample of version v that may be at most ``staleness`` versions old
@@ -10,9 +10,10 @@ has a deadline: position (v + staleness + 1) * batch, exclusive.
                    first is handed out that leaves time for all others: if they are sorted by
                    deadline, the j-th (from 1) fits if p + j <= its deadline
 
-Asking stops at (newest version + staleness + 1) * batch samples. Then all that are asked for fit,
-handing one out keeps that, and so does asking for a lost one again, whose deadline is later. The
-sample with the earliest deadline may always be handed out, so that nothing can get stuck.
+No more than (newest version + staleness + 1) * batch samples are requested. All requested samples
+then meet their deadlines. Handing out a sample keeps this property, and so does requesting a lost
+sample again, because its deadline becomes later. The sample with the earliest deadline may always
+be handed out, so that the feed cannot deadlock.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from typing import NamedTuple
 
 
 class Arrival(NamedTuple):
-    """One sample in the order in which samples are handed out.
+    """The record of one sample that was handed out.
 
     Attributes:
-        number: Of its request, from 0.
-        version: Of the policy that it was made with, from 0.
+        number: The index of the sample's request, from 0.
+        version: The version of the policy that made the sample, from 0.
     """
 
     number: int
@@ -34,11 +35,11 @@ class Arrival(NamedTuple):
 
 
 class FeedPace:
-    """What may be asked for, and what may be handed out. Not for several threads.
+    """The state that decides which samples may be requested and handed out; not thread-safe.
 
     Attributes:
-        version: The newest version; -1 before the first.
-        arrivals: What was handed out so far.
+        version: The newest version of the policy; -1 before the first.
+        arrivals: The samples handed out so far, in order.
     """
 
     def __init__(
@@ -53,19 +54,20 @@ class FeedPace:
         self._asked = 0
         self._requests = 0
         self._end = None if replay is None else len(replay)
-        self._open: dict[int, int] = {}  # number to version, of those not handed out yet
+        self._open: dict[int, int] = {}  # sample to version, from request to hand-over
         self._lost: list[int] = []
         self._arrived: list[int] = []
 
     def needed(self) -> int:
-        """Return how many requests the next version may ask for."""
+        """Return the number of requests to pull in all before the next version is published."""
         if self.replay is None:
             return (self.version + self.staleness + 2) * self.batch
         numbers = [each.number for each in self.replay if each.version <= self.version + 1]
         return 1 + max(numbers, default=-1)
 
     def publish(self, requests: int) -> None:
-        """Begin the next version; there are so many requests, fewer than needed only at the end."""
+        """Begin the next version, for which ``requests`` requests have been pulled in all."""
+        # Fewer requests than needed mean that the source of requests has ended.
         if requests < self.needed():
             self._end = requests
         self.version += 1
@@ -78,6 +80,8 @@ class FeedPace:
 
     def ask(self) -> Arrival | None:
         """Return the sample to ask for next, or None if none may be asked for now."""
+        # A lost sample comes first. In the order of completion it takes the newest version, which
+        # makes its deadline later; in the other orders its version is part of the promised result.
         if self._lost:
             number = self._lost.pop(0)
             if self._completed:
@@ -93,15 +97,15 @@ class FeedPace:
         return arrival
 
     def arrive(self, number: int) -> None:
-        """Note that a sample is there."""
+        """Record that a sample has arrived."""
         self._arrived.append(number)
 
     def lose(self, number: int) -> None:
-        """Note that a sample that was asked for will not come."""
+        """Record that a requested sample is lost and must be requested again."""
         self._lost.append(number)
 
     def take(self) -> Arrival | None:
-        """Return the sample to hand out next, or None if it is not there yet."""
+        """Return the sample to hand out next, or None if it has not arrived yet."""
         if self.done:
             return None
         candidates = (
@@ -122,8 +126,10 @@ class FeedPace:
         return Arrival(position, max(0, position // self.batch - self.staleness))
 
     def _leaves_time(self, number: int) -> bool:
+        # The remaining samples, sorted by deadline, take the next positions. Version order is
+        # deadline order, since the deadline (version + staleness + 1) * batch grows with it.
         others = {i: v for i, v in self._open.items() if i != number}
-        others |= dict.fromkeys(self._lost, self.version)  # they will have this one or a newer
+        others |= dict.fromkeys(self._lost, self.version)  # made with this version or a newer one
         return all(
             len(self.arrivals) + 1 + rank <= (version + self.staleness + 1) * self.batch
             for rank, version in enumerate(sorted(others.values()), 1)

@@ -1,4 +1,4 @@
-"""Workers of a feed: processes of this machine, or any processes that share a torch store."""
+"""Workers of a feed: processes on this machine, or any processes that share a torch store."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ from swpipe.loops.feeding import FeedWorker
 
 
 class WorkerProcess:
-    """A process of this machine; made by ``worker_processes``."""
+    """A worker process on this machine; made by ``worker_processes``."""
 
     def __init__(self, work: Callable[[Any, Any], Any], name: str) -> None:
+        # A forked child of a process with threads or an initialized accelerator may hang.
         context = get_context("spawn")
         self.name = name
         self._connection, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(other, work), name=name, daemon=True)
         self.process.start()
-        other.close()  # so that the end of the process ends the connection
+        other.close()  # the child then has the only copy: recv fails when it dies
 
     def __call__(self, question: bytes) -> bytes:
-        """Ask, and wait for the answer; raises ConnectionError if the process has ended."""
+        """Return the worker's answer; raise ConnectionError if the process has ended."""
         try:
             self._connection.send_bytes(question)
             return self._connection.recv_bytes()
         except (EOFError, OSError) as error:
+            # The exit code is known only after join().
             self.process.join()
             raise ConnectionError(f"exit code {self.process.exitcode}") from error
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process and wait for its end."""
+        # kill, not terminate: the worker's function may ignore or delay SIGTERM.
         self.process.kill()
         self.process.join()
 
@@ -68,7 +71,7 @@ def worker_processes(work: Callable[[Any, Any], Any], count: int) -> list[Worker
 
 
 def _serve(connection: Connection, work: Callable[[Any, Any], Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C and ends this process
     worker = FeedWorker(work)
     while True:
         try:
@@ -78,18 +81,20 @@ def _serve(connection: Connection, work: Callable[[Any, Any], Any]) -> None:
         connection.send_bytes(worker(question))
 
 
+# Stores have no wait for one of several keys, so that both ends poll.
 _POLL_S = 0.002
 _BEAT_S = 1.0
 
 
 @suggests_keywords
 class StoreWorker:
-    """A worker anywhere that runs ``serve_store`` with the same store and name.
+    """A worker in any process that runs ``serve_store`` with the same store and name.
 
     Args:
         store: A ``TCPStore`` that all processes have joined, or another store of torch's.
-        name: The worker's; unique in the store.
-        lost_after_s: How long it may give no sign of life, also before it has started.
+        name: The worker's name; unique in the store.
+        lost_after_s: Seconds without a heartbeat after which the worker counts as lost. They also
+            limit the time until the worker starts.
     """
 
     def __init__(self, store: Store, name: str, lost_after_s: float = 60.0) -> None:
@@ -100,7 +105,7 @@ class StoreWorker:
         self._closed = False
 
     def __call__(self, question: bytes) -> bytes:
-        """Ask, and wait for the answer; raises ConnectionError without a sign of life."""
+        """Return the worker's answer; raise ConnectionError if its heartbeat stops."""
         number = self._questions
         self._questions += 1
         answer = f"{self.name}/answer/{number}"
@@ -110,6 +115,7 @@ class StoreWorker:
         seen = time.monotonic()
         while not self._store.check([answer]):
             now = self._store.get(alive) if self._store.check([alive]) else None
+            # The beat is a counter, not a time: the clocks of two machines may differ.
             if now != beat:
                 beat = now
                 seen = time.monotonic()
@@ -121,7 +127,7 @@ class StoreWorker:
         return value
 
     def close(self) -> None:
-        """Let ``serve_store`` return."""
+        """Signal ``serve_store`` to return."""
         self._closed = True
         self._store.set(f"{self.name}/end", "")
 
@@ -133,6 +139,7 @@ def serve_store(store: Store, name: str, work: Callable[[Any, Any], Any]) -> Non
     number = 0
     ended = threading.Event()
 
+    # A thread of its own sends the heartbeat, because work() may take longer than lost_after_s.
     def beat() -> None:
         count = 0
         while not ended.wait(_BEAT_S if count else 0):
@@ -148,6 +155,7 @@ def serve_store(store: Store, name: str, work: Callable[[Any, Any], Any]) -> Non
                 time.sleep(_POLL_S)
                 continue
             asked = store.get(question)
+            # Each key is deleted by its reader, so that the store does not grow.
             store.delete_key(question)
             store.set(f"{name}/answer/{number}", worker(asked))  # type: ignore[arg-type]
             number += 1

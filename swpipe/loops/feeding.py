@@ -1,18 +1,20 @@
-"""Batches whose samples other processes make, with a policy that is at most so many versions old.
+"""Batches of samples that worker processes make with a policy of bounded staleness.
 
-Each worker has a thread of the trainer's process. It asks for one sample, waits for it, and asks
-for the next; a worker has at most one question, so that sending never waits for receiving::
+The trainer's process has one thread for each worker. The thread asks its worker for one sample,
+waits for the answer and asks for the next sample. A worker never has more than one open request,
+so that sending a request never waits for receiving an answer::
 
     caller's thread    next(): publish version k ─ hand out batch k       body: train     next() ...
                                      │                  ^
     thread of worker 0       ask ─ (policy k) ─ wait ─ arrive ─ ask ─ wait ────────── arrive
     thread of worker 1       ask ─ wait ─── the worker is gone: the sample is asked for again
 
-Guarantees: which sample is asked for and handed out is ``FeedPace``'s decision, under one lock. The
-policy is pickled inside ``next()``: what the body changes later does not reach it. Requests are
-pulled on the caller's thread.
+Guarantees: ``FeedPace`` decides under one lock which sample is asked for and which is handed out.
+``next()`` pickles the policy, so that later changes by the loop's body do not reach the workers.
+Requests are pulled on the caller's thread.
 
-Assumes: the worker's function depends on policy and request alone; a replay is equal if it does.
+Assumes: the result of the worker's function depends on the policy and the request only. A replay
+then returns equal samples.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ from swpipe.loops.feed_pace import Arrival, FeedPace
 
 
 class Sample(NamedTuple):
-    """One sample.
+    """A sample, with its request, its policy version and its worker.
 
     Attributes:
-        number, version: As in ``Arrival``.
-        worker: The name of the worker that made it.
+        number: The index of the sample's request, from 0.
+        version: The version of the policy that made the sample, from 0.
+        worker: The name of the worker that made the sample.
         value: What the worker's function returned.
     """
 
@@ -46,7 +49,7 @@ class Sample(NamedTuple):
 
 
 class FeedBatch(NamedTuple):
-    """Samples for one update of the policy, whose version is the number of updates before."""
+    """The samples for one update of the policy; ``version`` counts the updates before this one."""
 
     version: int
     samples: tuple[Sample, ...]
@@ -58,24 +61,26 @@ class FeedBatch(NamedTuple):
 
     @property
     def staleness(self) -> int:
-        """How many versions the oldest sample's policy is behind."""
+        """The number of versions by which the policy of the oldest sample is behind."""
         return max(self.version - sample.version for sample in self.samples)
 
 
 class FeedWorker:
-    """The worker's side: answers questions of a feed by ``work``, as for ``worker_processes``."""
+    """A callable that answers each request of a feed by ``work(policy, request)``."""
 
     def __init__(self, work: Callable[[Any, Any], Any]) -> None:
         self._work = work
         self._policy = None
 
     def __call__(self, question: bytes) -> bytes:
-        """Return the answer to one question."""
+        """Return the pickled answer to one pickled question: a flag and the sample or the error."""
         policy, request = pickle.loads(question)
+        # The trainer sends the policy only if this worker does not have its version yet.
         if policy is not None:
             self._policy = pickle.loads(policy)
         try:
             value = self._work(self._policy, request)
+            # A value that cannot be pickled is an error of the function, not of the connection.
             try:
                 return pickle.dumps((True, value))
             except Exception as error:
@@ -87,6 +92,7 @@ class FeedWorker:
 
 
 def _sendable(error: Exception) -> Exception:
+    # Some exceptions can be pickled but not loaded, for example if __init__ takes other arguments.
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001, a class of the user's may fail in any way
@@ -95,11 +101,13 @@ def _sendable(error: Exception) -> Exception:
 
 
 class Feed(Iterator[FeedBatch]):
-    """Batches of samples from workers; made by ``feed``.
+    """An iterator over batches of samples from workers; made by ``feed``.
 
     Attributes:
-        arrivals: What was handed out so far, for ``replay=``: pairs of whole numbers, in order.
-        lost: Name of each worker that has gone to the sample that it was asked for, and why.
+        arrivals: The samples handed out so far, in order, as pairs (number, version) for
+            ``replay=``.
+        lost: A mapping from the name of each lost worker to the sample that it was asked for and
+            the reason of the loss.
     """
 
     def __init__(
@@ -117,14 +125,17 @@ class Feed(Iterator[FeedBatch]):
         self._policy = policy
         self._pace = pace
         self._timeout_s = timeout_s
-        self._requests: dict[int, Any] = {}  # of samples that were not handed out yet
+        self._requests: dict[int, Any] = {}  # sample to request, until it is handed out
         self._pulled = 0
         self._values: dict[int, tuple[str, Any]] = {}
+        # Pickled policies by version, limited to the versions that the staleness still allows.
         self._policies: dict[int, bytes] = {}
-        self._asked: dict[str, int] = {}  # worker to the sample that it makes
+        self._asked: dict[str, int] = {}  # worker to the sample that it is making
         self._error: BaseException | None = None
         self._warned = 0
         self._closed = False
+        # This lock protects the pace and all dictionaries above. No thread holds it while it waits
+        # for a worker.
         self._changed = threading.Condition()
         self._threads = [
             threading.Thread(target=self._ask, args=pair, name=f"feed {pair[0]}", daemon=True)
@@ -138,13 +149,13 @@ class Feed(Iterator[FeedBatch]):
         self.close()
 
     def close(self) -> None:
-        """End the threads, and the workers that have a ``close``. May be called twice."""
+        """Stop the threads and close the workers that have a ``close``; may be called twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         for worker, thread in zip(self._workers, self._threads, strict=True):
             close = getattr(worker, "close", None)
-            if close is not None:  # else nothing ends a question that is under way
+            if close is not None:  # without it nothing interrupts a request, and join() could hang
                 close()
                 if thread.ident is not None:
                     thread.join()
@@ -160,8 +171,11 @@ class Feed(Iterator[FeedBatch]):
         return FeedBatch(self._pace.version, samples)
 
     def _next_samples(self) -> tuple[Sample, ...]:
+        # Pickle before taking the lock: a large policy must not delay answers that arrive.
         published = pickle.dumps(self._policy())
         needed = self._pace.needed()
+        # Only this thread writes to _requests outside the lock, and only for numbers that no worker
+        # thread may ask for before publish() below.
         for request in islice(self._source, needed - self._pulled):
             self._requests[self._pulled] = request
             self._pulled += 1
@@ -173,6 +187,7 @@ class Feed(Iterator[FeedBatch]):
             self._policies[self._pace.version] = published
             self._policies.pop(self._pace.version - self._pace.staleness - 1, None)
             self._changed.notify_all()
+            # The threads start with the first batch: a feed that is never iterated needs none.
             if self._threads[0].ident is None:
                 for thread in self._threads:
                     thread.start()
@@ -188,7 +203,7 @@ class Feed(Iterator[FeedBatch]):
         return (*samples,)
 
     def _wait(self) -> None:
-        """Wait for something to change; raises what a worker has raised."""
+        """Wait until a thread reports a change; raise the error that a worker has raised."""
         if self._error is not None:
             raise self._error
         if len(self.lost) == len(self._workers):
@@ -205,17 +220,20 @@ class Feed(Iterator[FeedBatch]):
             warnings.warn(text, RuntimeWarning, stacklevel=5)
 
     def _ask(self, name: str, worker: Callable[[bytes], bytes]) -> None:
-        """Ask one worker for one sample after the other: the thread's function."""
-        held = None  # the version that the worker has
+        """Ask one worker for samples, one after another, until the feed is closed."""
+        held = None  # the policy version that the worker has
         while (question := self._next_question(name)) is not None:
             arrival, policy, request = question
             try:
                 message = pickle.dumps((None if held == arrival.version else policy, request))
+                # Only errors of the connection mean that the worker is lost. An error of the
+                # worker's function arrives as an answer and is raised below.
                 try:
                     answer = worker(message)
                 except (ConnectionError, EOFError) as error:
                     with self._changed:
                         del self._asked[name]
+                        # close() ends the workers, which then look lost as well.
                         if not self._closed:
                             self.lost[name] = f"sample {arrival.number}: {error}"
                             self._pace.lose(arrival.number)
@@ -231,6 +249,7 @@ class Feed(Iterator[FeedBatch]):
                     self._changed.notify_all()
                 return
             held = arrival.version
+            # One lock for both tables: each sample that take() returns has its value.
             with self._changed:
                 del self._asked[name]
                 self._values[arrival.number] = name, value

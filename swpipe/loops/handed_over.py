@@ -1,4 +1,4 @@
-"""What the caller's thread hands over to the functions behind it, and how far these have come.
+"""The hand-over of results from the caller's thread to the functions that run behind it.
 
     caller    model 3, hand over 3 ──┐   model 4, hand over 4 ──┐   result 3   body 3
     decode    decode 2               └─> decode 3               └─> decode 4      ^
@@ -6,15 +6,16 @@
 
 Guarantees
     - A function with one thread runs on the iterations in order. Each function runs once on each.
-    - An error of iteration i, of any function, is raised in place of its result: the results before
-      are complete (1). No function begins on iteration i or a later one when the error is known.
-    - When the loop is left, the functions end on all iterations that were handed over before the
-      first error: those that run are awaited (2), the rest runs on the caller's thread (3).
+    - An error of any function on iteration i is raised in place of the result of iteration i, after
+      all earlier results (1). Once the error is known, no function begins on iteration i or later.
+    - When the loop is left, the functions complete all iterations that were handed over before the
+      first error: running functions are awaited (2), the rest runs on the caller's thread (3).
     - A value that was changed between its hand-over and its result is an error (4).
 
 Assumptions
-    - No lock is taken, which an interrupt of the caller's thread could leave locked. A thread says
-      that it runs, and then looks whether the loop was left; who leaves it does the reverse (5).
+    - No lock is used, because an interrupt of the caller's thread could leave it locked. A thread
+      first publishes that it runs and then reads ``_stopped``; ``finish`` first sets ``_stopped``
+      and then reads which threads run (5).
     - ``finish`` and ``take`` are called on the caller's thread only, with no other call under way.
     - Functions behind change their own state only, and draw from no default generator. The first
       runs of each function are watched for draws.
@@ -44,13 +45,13 @@ from swpipe.inference.operators import OperatorRecorder
 from swpipe.loops.batches_ahead import BatchAsPulled
 
 _WATCHED = 4
-"""So many runs of each function are watched for draws."""
+"""The number of runs of each function that are checked for random draws."""
 
 _LONGEST_S = 600.0
-"""How long a loop that is left waits for a function that is running."""
+"""The longest time that ``finish`` waits for running functions."""
 
 _PAUSE_S = 50e-6
-"""How long a thread sleeps before it looks again for the end of a copy, or of a function."""
+"""The polling interval of a thread that waits for a copy or a function."""
 
 
 @dataclass(slots=True)
@@ -58,12 +59,12 @@ class Handed:
     """An iteration that was handed over.
 
     Attributes:
-        ctx: Its context.
+        ctx: The iteration's context.
         value: The value as it was handed over.
-        copied: Reached when the device has copied the value to the host; None if it has not to.
-        done: How many functions behind have run.
-        thread: The thread that is running one of them; 0 for none.
-        lost: One of them has begun and not returned: as in a plain loop, none runs again.
+        copied: The event after the device's copy of the value to the host; None without a copy.
+        done: The number of functions behind that have run.
+        thread: The identifier of the thread that is running one of the functions; 0 for none.
+        lost: Whether a function has begun and not returned. As in a plain loop, it is not repeated.
     """
 
     ctx: Any
@@ -78,15 +79,15 @@ class HandOver:
     """The iterations of one loop between the caller's thread and their results.
 
     Attributes:
-        failure: The error that was met first, by iteration; None for none.
+        failure: The error of the earliest iteration that failed; None without an error.
         handed: The iterations that were handed over and not taken, by number.
-        left: Those that were not taken when the loop was left, oldest first.
+        left: The iterations that were not taken when the loop was left, oldest first.
         interrupted: Whether an interrupt has ended a function on the caller's thread.
 
     Args:
         caller: The task on the caller's thread that hands over.
         behind: The tasks behind it, in order.
-        workers: How many threads each of these has.
+        workers: The number of threads of each task behind.
         lag: How many iterations the results may be behind the caller's thread.
         to_host: Whether tensors are copied to the host.
         device: The loop's device.
@@ -123,7 +124,8 @@ class HandOver:
     # ------------------------------------------------------------------------ plan and tasks
 
     def plan(self, plan: PipelinePlan) -> PipelinePlan:
-        """Return the plan of a loop with the tasks behind on threads and streams of their own."""
+        """Return a loop's plan in which each task behind has its own thread group and stream."""
+        # All tasks behind share one stage. Their order within an iteration comes from `deps`.
         stage = plan.max_stage + self._lag
         schedule = dict(plan.schedule)
         for name, threads in zip(self._names, self._workers, strict=True):
@@ -135,7 +137,7 @@ class HandOver:
     def tasks(
         self, tasks: Sequence[PipelineTask], ahead: Sequence[PipelineTask]
     ) -> tuple[PipelineTask, ...]:
-        """Return all tasks, those on the caller's thread and behind with functions that do this."""
+        """Return the tasks, with the hand-over added to all that do not run ahead."""
         return tuple(
             task
             if number < len(ahead)
@@ -150,6 +152,8 @@ class HandOver:
         def run(ctx: Any) -> None:
             if self._is_after_failure(ctx.iter_idx):
                 return
+            # This stays True only if an interrupt ends the function: `except Exception` does not
+            # catch KeyboardInterrupt.
             self.interrupted = True
             try:
                 task.fn(ctx)
@@ -163,6 +167,7 @@ class HandOver:
 
     def _hand_over(self, ctx: Any) -> None:
         copied = None
+        # The event follows the copies on this stream; the functions behind wait for it in _run.
         if self._to_host:
             ctx.batch = map_tensors(ctx.batch, self._on_host)
             copied = self._device.new_event()
@@ -170,7 +175,8 @@ class HandOver:
         self.handed[ctx.iter_idx] = Handed(ctx, BatchAsPulled(ctx.batch, keep=False), copied)
 
     def _on_host(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor into host memory of its own; from a device, without waiting for it."""
+        """Return a copy of a tensor in new host memory, without waiting for the device."""
+        # Only a copy into pinned memory is asynchronous.
         pinned = self._device.pins_memory and not on_cpu(tensor)
         there = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
         return there.copy_(tensor.detach(), non_blocking=True)
@@ -180,10 +186,11 @@ class HandOver:
 
         @wraps(task.fn)
         def run(ctx: Any) -> None:
+            # `done` differs from `number` if a function before this one was skipped or has failed.
             handed = self.handed.get(ctx.iter_idx)
             if handed is None or handed.done != number or self._is_after_failure(ctx.iter_idx):
                 return
-            handed.thread = threading.get_ident()  # before it looks whether the loop was left (5)
+            handed.thread = threading.get_ident()  # before it reads _stopped (5)
             try:
                 if not self._stopped:
                     self._run(handed)
@@ -193,9 +200,10 @@ class HandOver:
         return replace(task, fn=run)
 
     def _run(self, handed: Handed) -> None:
-        """Run the next function on an iteration."""
+        """Run the next function on an iteration and record its error, if there is one."""
         number = handed.done
         try:
+            # Polling lets an interrupt through, which a blocking wait for the event would delay.
             while handed.copied is not None and not handed.copied.query():
                 time.sleep(_PAUSE_S)
             handed.copied = None
@@ -212,6 +220,7 @@ class HandOver:
             handed.lost = False
 
     def _run_watched(self, number: int, ctx: Any) -> None:
+        # A draw here would race with draws of the caller's thread from the same generator.
         recorder = OperatorRecorder(self._device)
         with recorder:
             self._functions[number](ctx)
@@ -225,7 +234,7 @@ class HandOver:
     # ------------------------------------------------------------------------------ failures
 
     def _fail(self, iteration: int, name: str, error: Exception) -> None:
-        if isinstance(error, StopIteration):  # to the loop it would be the end of the data
+        if isinstance(error, StopIteration):  # the loop would take it for the end of the data
             cause = error
             error = RuntimeError(f"{name!r} raised StopIteration")
             error.__cause__ = cause
@@ -233,30 +242,31 @@ class HandOver:
         self._failures.setdefault(iteration, error)
 
     def _is_after_failure(self, iteration: int) -> bool:
+        # copy() is atomic under the interpreter lock; other threads may add failures meanwhile.
         return any(failed <= iteration for failed in self._failures.copy())
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of the first iteration that has one."""
+        """The error of the earliest iteration that has failed, or None."""
         return self._failures[min(self._failures)] if self._failures else None
 
     # ----------------------------------------------------------------------------- the caller
 
     def begin(self) -> None:
-        """A pass begins, or goes on."""
+        """Reset the state before a pass begins or continues."""
         self._failures.clear()
         self._stopped = self.interrupted = False
         self.handed.clear()
 
     def complete(self, handed: Handed) -> None:
-        """Run on this thread what has not run on an iteration."""
+        """Run the remaining functions on an iteration, on this thread."""
         while handed.done < len(self._functions) and not handed.lost:
             if self._is_after_failure(handed.ctx.iter_idx):
                 return
             self._run(handed)
 
     def take(self, iteration: int) -> None:
-        """Raise what there is in place of an iteration's result.
+        """Raise the error of an iteration, if it has one, in place of its result.
 
         Raises:
             PlanError: The value that was handed over has been changed since.
@@ -267,6 +277,7 @@ class HandOver:
         if failure is not None:
             self.handed.pop(iteration, None)
             raise failure
+        # A function behind may have seen the old or the new value, so the result is not defined.
         if handed is not None and handed.value.written():  # (4)
             names = listed([repr(name) for name in self._names])
             error = _problem(
@@ -281,13 +292,13 @@ class HandOver:
             raise error
 
     def finish(self) -> None:
-        """The loop is left: run what is behind, and move what was not taken to ``left``.
+        """Complete the iterations that were handed over, and move them to ``left``.
 
         Raises:
             RuntimeError: A function has not returned.
         """
         try:
-            self._stopped = True  # before it looks whether one runs (5)
+            self._stopped = True  # before it reads which threads run (5)
             deadline = time.monotonic() + _LONGEST_S
             while not self._is_idle():  # (2)
                 if time.monotonic() > deadline:
@@ -306,12 +317,12 @@ class HandOver:
                 add_note(self.failure, text)
 
     def _is_idle(self) -> bool:
-        own = threading.get_ident()  # an interrupt may have ended what ran on this one
+        own = threading.get_ident()  # an interrupt may have ended a function on this thread
         return all(handed.thread in (0, own) for handed in self.handed.copy().values())
 
 
 def _declared(task: PipelineTask, threads: int) -> PipelineTask:
-    """A task that changes a state of its own, or on several threads none."""
+    """Return a task with a private state, or with no state if it has several threads."""
     own = DeclaredIO(state=f"what {task.name} keeps"[:200], others="", on_host=threads == 1)
     return task if threads > 1 else replace(task, pure=False, io=(own,))
 

@@ -1,6 +1,6 @@
-"""Loaders whose iterators have a state, by whatever methods, as loaders with ``state_dict``.
+"""An adapter that gives a ``state_dict`` to loaders whose iterators have a state.
 
-loader.state_dict, load_state_dict      torchdata and others: as they are
+loader.state_dict, load_state_dict      torchdata and others, which need no adapter
 iterator.get_state, set_state           grain
 get(iterator), set(iterator, state)     anything else, by ``StatefulLoader``
 """
@@ -24,18 +24,18 @@ def _set(iterator: Any, state: Any) -> None:
 
 @suggests_keywords
 class StatefulLoader:
-    """A loader that can be resumed in mid-pass by a state of its iterator.
+    """A loader that can be resumed in mid-pass from a state of its iterator.
 
     Loops do this by themselves for grain's datasets, loaders and iterators, and for any iterator
     with ``get_state`` and ``set_state``.
 
     Args:
-        loader: Makes a new iterator for each pass; or an iterator, for one pass.
+        loader: An iterable that makes a new iterator for each pass, or an iterator for one pass.
         get_state: Returns the state of an iterator, which a checkpoint can hold.
-        set_state: Sets a new iterator to a state, or returns another iterator that goes on there.
+        set_state: Sets a new iterator to a state, or returns another iterator at this state.
 
     Raises:
-        TypeError: One of the two cannot be called.
+        TypeError: ``get_state`` or ``set_state`` cannot be called.
     """
 
     def __init__(
@@ -54,22 +54,24 @@ class StatefulLoader:
         self._loader = loader
         self._get = get_state
         self._set = set_state
-        self._iterator: Any = None  # of a pass that has not ended
+        self._iterator: Any = None  # the iterator of a pass that has not ended
         self._loaded: Any = None
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of a pass, from a state that was loaded on.
+        """Return the batches of a pass, which begins at the loaded state if there is one.
 
         Raises:
-            RuntimeError: The loader is an iterator, and the pass before was left: batches may have
-                been pulled ahead that were not used.
+            RuntimeError: The loader is an iterator and the previous pass was left. Batches may
+                have been pulled ahead that were not used.
         """
         iterator = iter(self._loader)
         loaded = self._loaded
         self._loaded = None
+        # A loaded state applies to one pass: the next pass begins anew.
         if loaded is not None:
             other = self._set(iterator, loaded)
             iterator = iterator if other is None else other
+        # An iterable returns a new iterator here; only an iterator returns itself again.
         elif iterator is self._iterator:
             raise RuntimeError(
                 f"the last pass over an iterator ({type(iterator).__name__}) was left, and batches "
@@ -81,6 +83,7 @@ class StatefulLoader:
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         yield from iterator
+        # An older pass that ends late must not hide the pass that is under way.
         if self._iterator is iterator:
             self._iterator = None
 
@@ -88,17 +91,19 @@ class StatefulLoader:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
+        # copy and pickle look up names before __init__ has set _loader: without this check, the
+        # lookup of _loader would recurse.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._loader, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the pass; between two passes, one that leads to a new pass."""
+        """Return the state of the current pass; between passes, a state that begins a new one."""
         if self._iterator is None:
             return {"iterator": self._loaded}
         return {"iterator": self._get(self._iterator)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin the next pass at a state."""
+        """Set the state at which the next pass begins."""
         self._iterator = None
         self._loaded = state["iterator"]

@@ -1,6 +1,6 @@
-"""The results of a loader's batches: functions before the loop's thread, one on it, some behind it.
+"""A loop over results: functions run ahead of the loop's thread, on this thread and behind it.
 
-The line, and who does what at the same time::
+An example, with the batch that each thread works on at the same time::
 
     for result in swpipe.through(loader, tokenize, on_caller(model), decode, write):
         ...                                             # uses results alone
@@ -11,8 +11,8 @@ The line, and who does what at the same time::
     behind decode      decode 1
     behind write       write 0
 
-It is the plan and the loop of ``overlap``. The functions behind are tasks of a later stage, each in
-a thread group of its own; ``handed_over`` says what they do.
+The plan and the loop are those of ``overlap``. The functions behind are tasks of a later stage,
+each in its own thread group; ``handed_over`` defines how they run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Function = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class OnCaller:
-    """A function for the loop's thread, made by ``on_caller``."""
+    """A function that runs on the loop's thread; made by ``on_caller``."""
 
     function: Function
     to_host: bool
@@ -78,13 +78,13 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
     _frames = 4
     _call = "through(loader, ..., draws=False)"
     _handed: HandOver
-    _kept: deque[Handed | None]  # of the pass that was left; None for a batch that is lost
+    _kept: deque[Handed | None]  # results of the pass that was left; None for a lost batch
     _left_pass: LoaderPass | None = None
     _late: BaseException | None = None
     _first = 0  # the iteration of the pass's first batch
 
     def __iter__(self) -> Iterator[Result]:  # type: ignore[override]
-        """The results. The pass begins now, as that of a ``for``.
+        """Begin a pass, as a ``for`` does, and return the iterator over its results.
 
         Raises:
             Exception: A function behind has failed after the last pass was left.
@@ -93,7 +93,7 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
         return self._results(super().__iter__())
 
     def _results(self, contexts: Iterator[IterContext]) -> Iterator[Any]:
-        yield from map(self._given_to_body, contexts)  # which keeps nothing that the body drops
+        yield from map(self._given_to_body, contexts)  # map keeps no reference to a result
 
     def _given_to_body(self, ctx: IterContext) -> Any:
         self._handed.handed.pop(ctx.iter_idx, None)
@@ -101,6 +101,7 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
 
     def _begin(self, current: LoaderPass) -> None:
         super()._begin(current)
+        # Kept results belong to the pass that was left; a new pass produces its own.
         if current is not self._left_pass:
             self._kept.clear()
         self._handed.begin()
@@ -114,11 +115,13 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
         return ctx
 
     def _kept_result(self, current: LoaderPass) -> IterContext | None:
-        """Return a result of the pass that was left; an iterator would give its batch again."""
+        """Return the next kept result of the pass that was left, or None if there is none."""
+        # The batches of kept results have been processed, so they are skipped in the iterator.
         while self._kept:
             handed = self._kept[0]
             if handed is not None:
                 self._handed.handed[handed.ctx.iter_idx] = handed
+            # The result is in `handed` before it leaves `_kept`: an interrupt here loses nothing.
             self._kept.popleft()
             next(current.iterator)
             self._set_number(self._first + current.handed_out + 1)
@@ -135,24 +138,28 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
         self.pipe.load_state_dict({**state, "next_iteration": number})
 
     def _changed_early(self) -> bool:
-        """Return False: what was handed over is completed, and not run again."""
+        """Return False, since iterations that were handed over are completed and never repeated."""
         return False
 
     def _end(self, current: LoaderPass, *, failed: bool) -> None:
+        # An error known before finish() has been raised in the loop; a new one comes too late.
         raised = self._handed.failure
         try:
             self._handed.finish()
         finally:
             number = self._first + current.handed_out
             left = [handed for handed in self._handed.left if handed.ctx.iter_idx >= number]
-            # An interrupt while the caller waited for a result that is complete now loses nothing.
+            # If the caller was interrupted while it waited for a result that is complete now, no
+            # batch is lost.
             failed = failed and not (left and left[0].ctx.iter_idx == number)
             super()._end(current, failed=failed)
+        # An iterator does not give these batches again, so their results are kept.
         if goes_on(self._loader) and not (current.ended or self.pipe.closed):
             self._left_pass = current
             self._kept.extendleft(reversed(left))
             if left and not failed and self._handed.interrupted:
                 self._kept.append(None)  # the batch that was being worked on is lost
+            # A failed iteration counts: the pass continues after it, as a plain loop would.
             self._set_number(number + failed)
         late = self._handed.failure
         if late is not raised:
@@ -171,6 +178,7 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
             raise late
 
     def _place(self, rest: bool | None, check: bool) -> Mapping[str, Any]:
+        # The caller's function has already changed its state for batches without a result.
         if self._handed.handed or (self._kept and rest is not False):
             raise RuntimeError(
                 "results are behind the loop's body: the function on the caller's thread has run "
@@ -185,6 +193,7 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
         Raises:
             Exception: A function behind has failed after the last pass was left.
         """
+        # The threads of the functions behind end with the pipeline, so they must be idle first.
         self._handed.finish()
         super().close()
         self._raise_late()
@@ -203,16 +212,17 @@ def through(
 ) -> ThroughLoop[Any]:
     """Return the results of a loader's batches, with functions ahead of the loop and behind it.
 
-    Each batch goes through all functions, and the results come in order. The functions before the
-    one in ``on_caller`` run ahead, as those of ``ahead``. That one runs on the loop's thread. Those
-    after it run on a thread each, while it works on the next batches. The results, and what the
-    functions write, are those of a plain loop, bit for bit.
+    Each batch goes through all functions, and the results come in order. The functions before
+    ``on_caller`` run ahead, as in ``ahead``. The function in ``on_caller`` runs on the loop's
+    thread. Each function after it runs on its own thread, while the loop's thread works on the next
+    batches. The results and all values that the functions write equal those of a plain loop, bit
+    for bit.
 
-    To use it is to say that the loop's body uses results alone, and nothing that the function on
-    the caller's thread changes: that one is up to ``behind`` batches further. The functions behind
-    use what they are given and what nobody else changes; each may keep a state of its own, such as
-    a file or a sum. They draw from no default generator, and do not change a value in place that
-    the caller's thread has handed over.
+    The loop's body may use the results only, and no state that the function on the caller's thread
+    changes, because this function is up to ``behind`` batches ahead of the body. The functions
+    behind may use their arguments and values that nothing else changes. Each may keep a state of
+    its own, such as a file or a sum. They draw from no default generator, and do not change a value
+    in place that the caller's thread has handed over.
 
     An error is raised in place of its result, when the results before it were given. The end of a
     pass waits for all functions. A pass that is left early, by ``break``, an error or an interrupt,
@@ -260,6 +270,7 @@ def through(
     if behind is not None and (type(behind) is not int or behind < 1 or not behind_threads):
         rule = "give 1 or more" if behind_threads else "no function is behind: leave it out"
         raise ValueError(f"behind is {shown(behind)}: {rule}")
+    # One result more than threads behind: each thread has work while one result waits.
     lag = 0 if not behind_threads else behind or sum(behind_threads) + 1
     where = resolve(device)
     tasks = function_tasks(plain)
@@ -267,6 +278,7 @@ def through(
     depth = ahead + lag + max([before, *behind_threads]) if type(ahead) is int else 0
     if device is not None and not on_cpu(torch.device(where.name)):
         leading.append(copy_task(where, buffers=max(depth, 1)))
+    # A task ahead works on one batch while the caller has another: two are in flight.
     least = 2 if leading or is_prepared(loader) else 1
     if type(ahead) is not int or ahead < least:
         beside = " with functions before the caller, a device or a prepared loader"
@@ -302,7 +314,7 @@ def through(
 def _threads(
     functions: Sequence[Function], place: int, workers: int | Mapping[Function, int]
 ) -> list[int]:
-    """Return how many threads each function has; the one at ``place`` has the caller's."""
+    """Return the number of threads of each function, with 1 for the function at ``place``."""
     ahead = functions[:place]
     given = workers if isinstance(workers, Mapping) else dict.fromkeys(ahead, workers)
     others = (*ahead, *functions[place + 1 :])

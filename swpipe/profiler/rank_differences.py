@@ -1,12 +1,12 @@
-"""How the times of ranks differ, as measured: jitter, slow iterations, and the slowest rank.
+"""Measured differences between the times of ranks: jitter, slow iterations, the slowest rank.
 
     tables of a rank        iteration  0    1    2    3          median
     read                              60   61  300   59     ->   60     slow in 1 of 4, 5 times
     train                            100  104   97  101     ->  100.5
     sum, slow ones as usual          160  165  157  160     ->  their spread is the jitter
 
-Tasks that meet other ranks are left out, since they wait there. What they cost by themselves is
-what they take the rank that waits least.
+Globally ordered tasks are left out, since their times include waiting for other ranks. Their cost
+without waiting is estimated by the time on the rank where they take the least time.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.planning import Ranks
 
 _SLOW = 2.0
-"""A task is slow in an iteration in which it takes so many times its median."""
+"""The multiple of its median time above which a task counts as slow in an iteration."""
 
 _LEAST_SHARE = 0.01
-"""Of a rank's work: slow iterations of tasks that take less are part of the jitter."""
+"""The share of a rank's work below which slow iterations of a task count as jitter."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankDifferences:
-    """How the times of ranks differ.
+    """The differences between the times of ranks.
 
     Attributes:
-        ranks: As many as were measured, with their jitter and slow iterations; for more ranks,
+        ranks: The measured ranks, with their jitter and slow iterations. For more ranks, use
             ``dataclasses.replace(ranks, number=...)``.
-        costs: What tasks take beside that: means, without slow iterations and without tables.
-        slowest: The rank whose tasks take longest, those that meet others left aside.
-        task: The task that takes that rank longer than the median rank by most.
-        longer_us: By how much; microseconds per iteration.
+        costs: The mean costs of tasks, without slow iterations and without tables.
+        slowest: The rank whose tasks take longest, without globally ordered tasks.
+        task: The task whose time on the slowest rank exceeds the median rank's the most.
+        longer_us: The excess of this task, in microseconds per iteration.
     """
 
     ranks: Ranks
@@ -48,22 +48,24 @@ class RankDifferences:
 
 
 def gather_differences(costs: CostModel, plan: PipelinePlan) -> RankDifferences:
-    """Return how the ranks differ, of the costs that each has measured; a collective.
+    """Return the differences between the costs measured on all ranks; a collective call.
 
     Args:
-        costs: This rank's, with tables, such as ``profile_many(...).loop.costs``.
-        plan: Says which tasks meet other ranks: those that are globally ordered.
+        costs: The costs of this rank, with tables, such as ``profile_many(...).loop.costs``.
+        plan: The plan, which determines the globally ordered tasks.
     """
     return rank_differences(gather(costs), plan)
 
 
 def rank_differences(models: Sequence[CostModel], plan: PipelinePlan) -> RankDifferences:
-    """Return how ranks differ that have measured these costs of a plan's tasks."""
+    """Return the differences between ranks, given the costs that each rank has measured."""
     names = [name for name in (PULL, *plan.schedule) if all(name in m.tasks for m in models)]
     meets = {name for name, entry in plan.schedule.items() if entry.globally_ordered}
     local = [name for name in names if name not in meets]
     times = [{name: _times_us(model, name) for name in local} for model in models]
     usual = [{name: median(us) for name, us in of.items()} for of in times]
+    # slow[task] = (share of slow iterations, mean factor over the median in these iterations).
+    # Each time is divided by its own rank's median, so that a slow rank is not a slow iteration.
     slow: dict[str, tuple[float, float]] = {}
     for name in local:
         ratios = [
@@ -76,6 +78,7 @@ def rank_differences(models: Sequence[CostModel], plan: PipelinePlan) -> RankDif
         if longer:
             slow[name] = (len(longer) / len(ratios), fmean(longer))
     spreads = [spread for r, of in enumerate(times) if (spread := _jitter(of, usual[r], slow))]
+    # The excess is measured against the median rank, not the mean, which a slow rank would raise.
     mean_us = [{name: fmean(us) for name, us in of.items()} for of in times]
     slowest = max(range(len(models)), key=lambda r: sum(mean_us[r].values()))
     longer_us = {n: mean_us[slowest][n] - median(of[n] for of in mean_us) for n in local}
@@ -98,11 +101,12 @@ def _times_us(model: CostModel, name: str) -> list[float]:
 def _jitter(
     times: Mapping[str, Sequence[float]], usual: Mapping[str, float], slow: Mapping[str, object]
 ) -> float:
-    """Return the relative spread of one rank's work, with slow tasks as they usually are."""
+    """Return the relative spread of a rank's work, with slow tasks counted by their median."""
     columns = [
         [usual[name] if name in slow and us > _SLOW * usual[name] else us for us in each]
         for name, each in times.items()
     ]
+    # Jitter is the coefficient of variation of the work per iteration.
     sums = [sum(column) for column in zip(*columns, strict=True)]
     return pstdev(sums) / fmean(sums) if sums and fmean(sums) else 0.0
 
@@ -117,6 +121,7 @@ def _costs(
     for name in names:
         each = [model.tasks[name] for model in models]
         cost = min(each, key=lambda one: one.total_us) if name in meets else TaskCost.mean(each)
+        # mean = usual * (1 + share * (factor - 1)): the division gives the cost without slow ones.
         share, factor = slow.get(name, (0.0, 1.0))
         cost = cost.scaled(1 / (1 + share * (factor - 1)))
         tasks[name] = replace(cost, host_each_us=(), device_each_us=())

@@ -1,4 +1,4 @@
-"""What of a step is waiting for the slowest rank: on the ranks there are, and on many."""
+"""A forecast of the time that a step waits for the slowest rank, on few and on many ranks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from swpipe.planning.rank_simulation import rank_step
 from swpipe.profiler.rank_differences import RankDifferences
 
 MANY = 1_024
-"""The ranks that are forecast."""
+"""The smallest number of ranks for which ``RankForecast.many`` is computed."""
 
+# How many iterations more than the plan's depth a plan with slack may have in flight.
 _SLACK = 2
+# The smallest gain that the text mentions, as a share of the step.
 _WORTH_IT = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class RankForecast:
-    """The step on the ranks that were measured, on many, and with input slack there.
+    """The step on the measured ranks, on many ranks, and on many ranks with input slack.
 
     Attributes:
-        differences: How the measured ranks differ.
-        few: The step on as many ranks as were measured.
-        many: The same on ``MANY``.
-        slack_us: The step of many ranks under the plan that absorbs more; ``many.step_us`` if none.
-        slack: What that plan has more, in words.
+        differences: The differences between the measured ranks.
+        few: The step on the number of ranks that were measured.
+        many: The step on ``MANY`` ranks, or on the measured ranks if they are more.
+        slack_us: The step time on many ranks, in microseconds, under a plan that absorbs more
+            jitter; ``many.step_us`` without this plan.
+        slack: The changes of that plan, in words.
     """
 
     differences: RankDifferences
@@ -41,7 +44,7 @@ class RankForecast:
 
     @property
     def text(self) -> str:
-        """Sentences: the waits, what takes them away, and the slowest rank and its task."""
+        """The forecast in sentences: the waits, the gain of slack, the slowest rank and task."""
         few = self.few
         many = self.many
         waits = [max(0.0, step.slowest_us) / step.step_us for step in (few, many)]
@@ -63,18 +66,19 @@ def rank_forecast(
     streams: bool,
     allowed: Callable[[PipelinePlan], bool],
 ) -> RankForecast:
-    """Return the forecast for a plan in which some tasks meet.
+    """Return the forecast for a plan with globally ordered tasks.
 
     Args:
-        plan: What the loop runs under, with its global order.
-        differences: Of the ranks that were measured.
+        plan: The plan of the loop, with its global order.
+        differences: The differences between the measured ranks.
         streams: Whether the device has streams.
-        allowed: Whether a plan gives the loop's numbers.
+        allowed: Returns whether a plan keeps the numbers of the loop.
     """
     costs = differences.costs
     ranks = differences.ranks
     program = compile_plan(resolve_plan(plan), streams=streams)
     many = replace(ranks, number=max(MANY, ranks.number))
+    # A plan with its own run_ahead keeps it: its author has set this limit.
     best, _ = with_slack(
         plan,
         costs,

@@ -1,4 +1,4 @@
-"""What a loop leaves, leaf by leaf, copied, and compared bit by bit.
+"""Copies and bitwise comparisons of the values that a loop produces, leaf by leaf.
 
 Tensors, arrays and floats are the same if all bits are, other objects if they are ``==``;
 functions, and objects whose class defines no ``==``, are not compared.
@@ -29,14 +29,14 @@ ABSENT: Any = _Marker("nothing")
 """Stands for a value that one side does not have."""
 
 DELETED: Any = _Marker("deleted")
-"""Stands for a value that is there no more."""
+"""Stands for a value that was deleted."""
 
 
 class Unequal(NamedTuple):
-    """Where two values differ.
+    """The place where two values differ.
 
     Attributes:
-        name: Of the leaf: an attribute, and the way through containers.
+        name: The name of the leaf: an attribute and the keys within its containers.
         element: Indices into the leaf, a tensor, from 0; () for the leaf as a whole.
         a: The first side's value there, or ``ABSENT``.
         b: The second side's.
@@ -51,13 +51,13 @@ class Unequal(NamedTuple):
 def first_unequal(
     a: Mapping[str, Any], b: Mapping[str, Any], rtol: float = 0.0, atol: float = 0.0
 ) -> Unequal | None:
-    """The first leaf and element, in order, in which two sides differ; by more, if that is given.
+    """Return the first leaf and element in which two sides differ, or None if they are equal.
 
     Args:
-        a: Leaves by name.
-        b: Those of the other side.
-        rtol: As ``torch.isclose`` has it, for tensors of floating-point numbers.
-        atol: Likewise.
+        a: The leaves of the first side, by name.
+        b: The leaves of the second side, by name.
+        rtol: The relative tolerance of ``torch.isclose``, for floating-point tensors.
+        atol: The absolute tolerance of ``torch.isclose``, for floating-point tensors.
     """
     for name in {**a, **b}:
         one = a.get(name, ABSENT)
@@ -77,7 +77,7 @@ def first_unequal(
 
 
 def leaves_by_name(values: Mapping[str, Any]) -> dict[str, Any]:
-    """All leaves of some values, each under the value's name and its place in it."""
+    """Return all leaves of named values, by the value's name and the leaf's place in the value."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         _collect(name, value, found, set())
@@ -85,12 +85,13 @@ def leaves_by_name(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copies(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves as they are now."""
+    """Return copies of the leaves, which later changes in place do not affect."""
     return {name: _copied(leaf) for name, leaf in leaves.items()}
 
 
 def _collect(name: str, value: Any, found: dict[str, Any], outer: set[int]) -> None:
     kind = kind_of(type(value))
+    # Models and optimizers are compared by their state, not by identity.
     if kind is LEAF and hasattr(value, "state_dict") and not isinstance(value, type):
         _collect(name, value.state_dict(), found, outer)
     elif kind is LEAF or kind is TENSOR:
@@ -115,10 +116,10 @@ def _is_compared(leaf: Any) -> bool:
 def _first_different(
     plain: Tensor, ahead: Tensor, rtol: float, atol: float
 ) -> tuple[int, ...] | None:
-    """Where two tensors differ; () as a whole, None nowhere."""
+    """Return the indices of the first difference: () for the whole tensor, None if equal."""
     if plain.layout != ahead.layout or plain.is_nested != ahead.is_nested:
         return ()
-    if plain.is_nested:  # a ragged size is a new symbol for each tensor
+    if plain.is_nested:  # shapes cannot be compared: each ragged size is a new symbol
         parts = plain.detach().unbind()
         others = ahead.detach().unbind()
     elif plain.shape == ahead.shape:
@@ -131,6 +132,7 @@ def _first_different(
     for one, other in zip(parts, others, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
             return ()
+        # Bytes, not values: NaN equals NaN then, and 0.0 differs from -0.0.
         different = (_bytes(one) != _bytes(other)).any(1)
         if one.dtype.is_floating_point and (rtol or atol):
             left, right = (part.detach().cpu().reshape(-1) for part in (one, other))

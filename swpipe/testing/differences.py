@@ -1,15 +1,15 @@
-"""Where two runs of a loop begin to differ: the first task, iteration, attribute and element.
+"""A search for the first task, iteration, attribute and element in which two runs differ.
 
-Both sides run to the end, and keep a copy of what each task leaves::
+Both sides run to the end and copy the values that each task writes::
 
     a   loader ─ <pull> 0 ─ decode 0 ─ forward 0 ─ step 0 ─ <retire> 0 ─ <pull> 1 ─ ...
     b   loader ─ <pull> 0 ─ decode 0 ─ forward 0 ─ step 0 ─ <retire> 0 ─ <pull> 1 ─ ...
                                            │
                      compared in the serial order, iteration by iteration
 
-A copy is made on the task's thread and stream, directly after the task, and looked at in the end:
-nothing waits that would not wait without it. Where a loop gives a ``state``, tasks that are not
-pure take turns, and the device is idle after each of them: a change of it is then some task's.
+Values are copied on the task's thread and stream, directly after the task, and compared at the end,
+so that the copies add no waits. If the loop has a ``state``, tasks that are not pure run one at a
+time, with the device idle after each of them. Each change of the state then belongs to one task.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def first_difference(
     rtol: float = 0.0,
     atol: float = 0.0,
 ) -> Difference | None:
-    """Run two loops, and find the first place where they do not leave the same.
+    """Run two loops and return the first difference between the values that their tasks write.
 
     For two implementations of some tasks, or for one under two plans::
 
@@ -103,6 +103,7 @@ def first_difference(
     one = _Side(a(), where, iterations)
     set_default_generators(where, begin)
     other = _Side(b(), where, iterations)
+    # The copies compared below are complete, because each side has synchronized the device.
     tasks = [name for name in one.tasks if name in other.tasks]
     for number in range(max(one.pulled, other.pulled)):
         for task in (PULL, *tasks, RETIRE):
@@ -119,19 +120,21 @@ def _of_both(values: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, A
 
 
 class _Side:
-    """One side, run to its end.
+    """The complete run of one of the two loops.
 
     Attributes:
-        tasks: Their names, in serial order.
-        pulled: How many batches there were.
-        left: (iteration, task) to the leaves that the task left, by name.
+        tasks: The names of the tasks, in serial order.
+        pulled: The number of batches.
+        left: A mapping from (iteration, task) to the leaves that the task wrote, by name.
     """
 
     def __init__(self, loop: Loop, device: Device, iterations: int) -> None:
         self.left: dict[tuple[int, str], dict[str, Any]] = {}
         self.pulled = 0
         self._device = device
+        # Tasks that change the state hold this lock, so that each change has one author.
         self._turn = threading.Lock()
+        # `list` is the default of Loop.state and stands for a loop without one.
         self._state = None if loop.state is list else loop.state
         self._last = copies(self._now())
         tasks = [self._recorded(each) for each in tasks_of(loop)]
@@ -166,12 +169,12 @@ class _Side:
         return replace(task, fn=run)
 
     def _now(self) -> dict[str, Any]:
-        """What the loop changes outside its contexts."""
+        """Return the leaves of the loop's state, by name."""
         return {} if self._state is None else leaves_by_name({"state()": self._state()})
 
     @contextmanager
     def _changes(self, into: dict[str, Any]) -> Iterator[None]:
-        """Add what the block changes of the state to ``into``; one block at a time."""
+        """Add the changes of the state in this block to ``into``; one block runs at a time."""
         if self._state is None:
             yield
             return

@@ -1,7 +1,7 @@
-"""Whether a loop trains the same numbers overlapped as plainly.
+"""A test that a loop computes the same numbers overlapped as it does serially.
 
-What a task says of itself is checked where torch's dispatch sees it, and that ends at Python
-values: a counter, an object's attribute, a file. ``assert_same_numbers`` compares what comes out.
+The engine checks the declarations of tasks through torch's dispatch, which does not see Python
+values such as a counter, an object's attribute or a file. ``assert_same_numbers`` compares results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swpipe.testing.compared_values import ABSENT, copies, first_unequal, leaves
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop, made anew: its models, its optimizers, its loader and what else it changes.
+    """A new loop with its own models, optimizers, loader and all other values that it changes.
 
     Attributes:
         loader: As for ``overlap``.
@@ -91,6 +91,7 @@ def assert_same_numbers(
     """
     where = resolve(device)
     begin = default_generators(where)
+    # The serial run ends before the other one begins: both may use the default generators.
     expected = [*_plain(make_loop(), iterations, where)]
     set_default_generators(where, begin)
     loop = make_loop()
@@ -112,12 +113,13 @@ def assert_same_numbers(
 
 
 def tasks_of(loop: Loop) -> list[PipelineTask]:
-    """A loop's tasks; a function becomes one that says nothing."""
+    """Return a loop's tasks; a function becomes an undeclared task."""
     return [t if isinstance(t, PipelineTask) else task(t) for t in refs_in(loop.tasks)]
 
 
 def _plain(loop: Loop, iterations: int, device: Device) -> Iterator[dict[str, Any]]:
     tasks = tasks_of(loop)
+    # The pipeline seeds random tasks by name and iteration; the serial run has to do the same.
     seeds = TaskSeeds(None, device)
     for number, batch in zip(range(iterations), loop.loader, strict=False):
         ctx = loop.context(batch, number)
@@ -128,17 +130,18 @@ def _plain(loop: Loop, iterations: int, device: Device) -> Iterator[dict[str, An
             else:
                 each(ctx)
         loop.body(ctx)
+        # The next iteration may change these values in place.
         yield copies(_contents(loop, ctx))
 
 
 def _contents(loop: Loop, ctx: Any) -> dict[str, Any]:
-    """What is compared, by its name."""
+    """Return the leaves to compare, by name: those of the context and of the state."""
     values = {f"ctx.{name}": value for name, value in vars(ctx).items()}
     return leaves_by_name({**values, "state()": loop.state()})
 
 
 def _compare(iteration: int, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Raise at the first difference."""
+    """Raise an AssertionError at the first difference."""
     unequal = first_unequal(expected, found)
     if unequal is None:
         return

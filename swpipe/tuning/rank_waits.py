@@ -1,4 +1,4 @@
-"""Plans that were tried on a few ranks, as they would do on many."""
+"""The times of plans that were tried on a few ranks, extrapolated to many ranks."""
 
 from __future__ import annotations
 
@@ -23,24 +23,27 @@ def on_ranks(
     tried_on: int,
     streams: bool,
 ) -> tuple[Candidate, ...]:
-    """Return the candidates with what ranks beyond those they were tried on add to their steps.
+    """Return the candidates with the additional waits of more ranks added to their step times.
 
     Args:
-        candidates: Tried.
+        candidates: The candidates that were tried.
         costs: A cost for each task.
-        ranks: What is planned for.
-        like: Says which tasks are globally ordered; a serial plan does not.
-        tried_on: How many ranks there were in the trial.
+        ranks: The ranks to plan for.
+        like: A plan that marks the globally ordered tasks, which a serial plan does not.
+        tried_on: The number of ranks in the trial.
         streams: Whether the device has streams.
     """
     found = []
     for each in candidates:
+        # Without the global order, the simulation would not let ranks wait for one another.
         schedule = {
             name: replace(entry, globally_ordered=like.schedule[name].globally_ordered)
             for name, entry in each.plan.schedule.items()
         }
         ordered = replace(each.plan, schedule=schedule)
         program = compile_plan(resolve_plan(ordered), streams=streams)
+        # Both steps are simulated with the same costs and jitter, so that their difference contains
+        # the effect of the number of ranks only. Errors of the simulation itself cancel.
         few, many = (
             step_us(program, costs, replace(ranks, number=number))
             for number in (tried_on, ranks.number)

@@ -1,4 +1,4 @@
-"""Builds the simulated device into the user's cache, once for each torch and each source."""
+"""The build of the simulated device, cached for each version of torch and of the source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCES = sorted(Path(__file__).parent.glob("*.[ch]*"))
 MAIN = Path(__file__).with_name("backend.cpp")
 TORCH = Path(torch.__file__).parent
 OLDEST = "2.13"
-"""With torch 2.11 its kernels write past what they were given."""
+"""The oldest torch that works; with torch 2.11 the device's kernels write past their buffers."""
 LIMIT_S = 300.0
 FLAGS = (
     "-std=c++20",
@@ -34,11 +34,11 @@ FLAGS = (
 
 
 class BuildError(RuntimeError):
-    """The compiler refused the device's source."""
+    """An error for device source that does not compile."""
 
 
 def why_not() -> str | None:
-    """Why the device cannot be built here; None where it can."""
+    """Return why the device cannot be built on this machine, or None if it can."""
     if not sys.platform.startswith("linux"):
         return f"the simulated device is built on Linux only, and this is {sys.platform}"
     if torch.accelerator.is_available() and not hasattr(torch, "sim"):
@@ -55,34 +55,36 @@ def why_not() -> str | None:
 
 
 def compiler() -> str | None:
-    """The C++ compiler: $CXX, g++ or clang++, whichever is found first."""
+    """Return the path of the C++ compiler: the first of $CXX, g++ and clang++ that is installed."""
     names = (os.environ.get("CXX"), "g++", "clang++")
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 def library() -> Path:
-    """The built library; builds it if it is not in the cache.
+    """Return the path of the built library, and build it first if it is not in the cache.
 
     Raises:
-        BuildError: With the compiler's output.
+        BuildError: The compiler failed; the message contains its output.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swpipe"
+    # The digest covers all inputs of the build, so that a change of any of them builds anew.
     texts = (source.read_text() for source in SOURCES)
     identity = (*texts, torch.__version__, str(compiler()), *FLAGS)
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
     built = cache / f"sim-{digest}.so"
     if not built.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        # The system drops the lock of a process that dies, so a lock file that stays is no harm.
+        # The system releases the lock of a process that dies, so a leftover lock file is harmless.
         with built.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            # Another process may have built the library while this one waited for the lock.
             if not built.exists():
                 _build(built)
     return built
 
 
 def seconds() -> float | None:
-    """How long it took to build the library that is in the cache; None where nobody knows."""
+    """Return the seconds that the cached library took to build, or None if they are unknown."""
     noted = library().with_suffix(".seconds")
     return float(noted.read_text()) if noted.exists() else None
 
@@ -90,6 +92,7 @@ def seconds() -> float | None:
 def _build(built: Path) -> None:
     begin = time.monotonic()
     part = built.with_suffix(".part")
+    # The libraries in FLAGS[-2:] must follow the source that uses their symbols.
     done = subprocess.run(
         [compiler() or "g++", *FLAGS[:-2], str(MAIN), *FLAGS[-2:], "-o", str(part)],
         capture_output=True,
@@ -101,5 +104,6 @@ def _build(built: Path) -> None:
         raise BuildError(f"{MAIN.name} does not compile:\n{done.stderr[-4000:]}")
     seconds = time.monotonic() - begin
     built.with_suffix(".seconds").write_text(f"{seconds:.1f}")
+    # rename is atomic: no process loads a library that is only partly written.
     part.rename(built)
     sys.stderr.write(f"built the simulated device in {seconds:.1f} s: {built}\n")

@@ -1,4 +1,4 @@
-"""What becomes ``torch.sim``: the functions that torch looks for in a device's module."""
+"""The module ``torch.sim``, with the functions that torch requires of a device's module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEVICES = 2
 
 
 def make() -> ModuleType:
-    """The module; the device's library must be loaded."""
+    """Return the module; the device's library must have been loaded before."""
     ops = torch.ops.sim
     module = ModuleType("torch.sim", "The simulated accelerator.")
     generators = tuple(ops.default_generator(index) for index in range(DEVICES))
@@ -60,10 +60,13 @@ def make() -> ModuleType:
     module.synchronize = torch.accelerator.synchronize  # type: ignore[attr-defined]
     module.current_stream = torch.accelerator.current_stream  # type: ignore[attr-defined]
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]  # type: ignore[attr-defined]
+    # torch.cuda._gpu_trace and CallbackRegistry are private; torch reports events and streams of a
+    # device to registries of these names in the device's module.
     registries = [name for name in vars(_gpu_trace) if name.endswith("Callbacks")]
     module._gpu_trace = SimpleNamespace(  # type: ignore[attr-defined]
         **{name: CallbackRegistry(f"sim {name}") for name in registries}
     )
+    # Private names that torch looks up before it seeds or initializes a device.
     module._is_in_bad_fork = ops.is_forked  # type: ignore[attr-defined]
     module._lazy_init = lambda: None  # type: ignore[attr-defined]
     return module
