@@ -42,7 +42,7 @@ def parameters(function: ast.FunctionDef) -> int:
 
 
 def show(title: str, rows: Iterable[tuple[int, str]]) -> None:
-    """The greatest first."""
+    """Print the greatest rows first."""
     print(f"\n{title}")
     for number, name in sorted(rows, reverse=True)[:MOST]:
         print(f"  {number:5}  {name}")

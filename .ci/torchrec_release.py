@@ -27,7 +27,7 @@ from swpipe.tasks.torchrec.private_parts import PARTS, find, problems, source_of
 
 
 def sources() -> dict[str, str]:
-    """The source of each part; of a class the members that are used, and its initialiser."""
+    """Return the source of each part; of a class, that of its used members and initialiser."""
     found = {}
     for part in PARTS:
         whole = find(part)
@@ -51,7 +51,7 @@ def _look() -> dict[str, Any]:
 
 
 def _look_at(folder: Path, python: str) -> dict[str, Any]:
-    """The same of the TorchRec in a folder, in a process of its own."""
+    """Return the same for the TorchRec in a folder, from a process of its own."""
     package = Path(__file__).parents[1]
     paths = os.pathsep.join([str(folder.resolve()), str(package)])
     done = subprocess.run(

@@ -532,5 +532,5 @@ class ResumableLoop(Generic[Out]):
             )
 
     def __len__(self) -> int:
-        """The loader's length."""
+        """Return the loader's length."""
         return len(self._loader)
