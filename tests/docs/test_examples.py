@@ -44,7 +44,6 @@ TIMED = ("faster_plan",)
 MEASURED = {
     "README.md": ("before #, after # steps per second",),
     "planning.md": (
-        "All tasks one after the other take # ms.",
         "plan per iteration spread predicted in flight threads",
         "serial # ms # ms # ms # #",
     ),
