@@ -66,8 +66,8 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores: ranks wait for each other, and stalls for their time-outs."""
-    return len(os.sched_getaffinity(0)) + 2
+    """One more than there are cores: ranks wait for each other, and stalls for their time-outs."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_collection_finish() -> None:
