@@ -43,6 +43,11 @@ TIMED = ("faster_plan",)
 
 MEASURED = {
     "README.md": ("before #, after # steps per second",),
+    "swpipe plan auto --workload my_loop:loop --seconds 2 --output mine.toml": (
+        "plan per iteration spread predicted in flight threads",
+        "serial # ms # ms # ms # #",
+        "written to mine.toml",
+    ),
     "planning.md": (
         "plan per iteration spread predicted in flight threads",
         "serial # ms # ms # ms # #",
@@ -56,11 +61,6 @@ MEASURED = {
     "timeline": (
         "row busy waits idle task runs mean ms mean wait ms",
         "default #% #% #% <admit> # # #",
-    ),
-    "swpipe plan auto --workload my_loop:loop --seconds 2 --output mine.toml": (
-        "plan per iteration spread predicted in flight threads",
-        "serial # ms # ms # ms # #",
-        "written to mine.toml",
     ),
     "swpipe report my_loop:loop --rounds 2 -o report.html": (
         "step: # ± # ms",
