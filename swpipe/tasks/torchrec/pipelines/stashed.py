@@ -31,8 +31,8 @@ class TrainPipelineSparseDistOptStash(TrainPipelineSparseDist[In, Out]):
     """Counterpart of TorchRec's class: optimizer state is on the host until the embedding backward.
 
     The dense forward begins when the copy to the host is finished. ``site_fqn`` and
-    ``sharding_type``
-    have no effect. The state of optimizers that are fused into tables stays on the device.
+    ``sharding_type`` have no effect. The state of optimizers that are fused into tables stays on
+    the device.
     """
 
     # The split forward, since the copy back overlaps the embedding backward as a task of its own.
