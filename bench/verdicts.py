@@ -41,6 +41,10 @@ from tests.reporting.loops import Calls
 
 BUSY, BUSY_ROUNDS = 2, 2  # fewer rounds than by default
 TOO_BUSY = "too busy to tell"
+TIES = ("two kinds of batches", "two tasks that take turns")
+"""Loops that wait for their input as long as they compute. On a real clock neither takes half of a
+step for certain, so "balanced" is right, too."""
+
 MISSES = 2
 """Intervals that may miss the truth: of 24 at 95%, one or two do."""
 
@@ -177,7 +181,8 @@ def judged(case: Case, name: str, step_ms: float, found: StepReport, took_s: flo
     if found.cannot_tell:
         return Found(name, step_ms, truth, TOO_BUSY, False, True, took_s)
     step = found.profile.step
-    right = found.verdict.bound == case.bound and found.next_step.startswith(case.first)
+    bounds = {case.bound, "balanced"} if name in TIES else {case.bound}
+    right = found.verdict.bound in bounds and found.next_step.startswith(case.first)
     contains = abs(1e3 * step.value_s - step_ms) <= 1e3 * step.spread_s + _APART * step_ms
     promised = ""
     if found.changes:
