@@ -132,13 +132,17 @@ $(VENV)/torchrec-%: | $(VENV)/.test
 OTHER := .venv-torch-$(TORCH)-torchrec-$(TORCHREC)
 OF_TORCH := ^(torch|torchrec|fbgemm[_-]gpu-cpu|triton|setuptools|pip)==|^(nvidia|cuda)-
 
-$(OTHER)/.test: constraints.txt | $(VENV)/.test
+$(OTHER)/.torch: | $(VENV)/.python
 	$(PYTHON) -m venv $(OTHER)
-	@$(BIN)/python -m pip freeze --exclude-editable | grep -v -i -E '$(OF_TORCH)' >$(OTHER)/others.txt
 	@echo "Installing torch $(TORCH) and TorchRec $(TORCHREC) into $(OTHER)."
-	@$(UNPINNED) $(OTHER)/bin/python -m pip install --quiet torch==$(TORCH)
-	@$(UNPINNED) $(OTHER)/bin/python -m pip install --quiet --no-deps -r $(OTHER)/others.txt \
+	@$(UNPINNED) $(OTHER)/bin/python -m pip install --quiet --no-compile torch==$(TORCH)
+	@$(UNPINNED) $(OTHER)/bin/python -m pip install --quiet --no-compile --no-deps \
 	  torchrec==$(TORCHREC) fbgemm-gpu-cpu==$(FBGEMM)
+	@touch $@
+
+$(OTHER)/.test: constraints.txt $(OTHER)/.torch | $(VENV)/.test
+	@$(BIN)/python -m pip freeze --exclude-editable | grep -v -i -E '$(OF_TORCH)' >$(OTHER)/others.txt
+	@$(UNPINNED) $(OTHER)/bin/python -m pip install --quiet --no-compile --no-deps -r $(OTHER)/others.txt
 	@touch $@
 
 test-torchrec: $(if $(TORCH),$(OTHER)/.test,$(VENV)/torchrec-$(TORCHREC)) ## run the TorchRec tests on another version of it, as TORCHREC=1.5.0; TORCH=... with another torch

@@ -35,7 +35,7 @@ class Kind:
     name: str
     new: Callable[[], Device] | None
     run: Callable[[Any], object]
-    plans: int = 130
+    plans: int = 60
 
     def __str__(self) -> str:
         return self.name
@@ -65,8 +65,8 @@ def _on_accelerator(case: Any) -> object:
     return differs(case)
 
 
-HERE = (Kind("cpu", None, _on_cpu, 60), Kind("virtual", VirtualDevice, _on_virtual))
-APART = (Kind("accelerator", _accelerator, _on_accelerator, plans=40),)
+HERE = (Kind("cpu", None, _on_cpu, plans=30), Kind("virtual", VirtualDevice, _on_virtual))
+APART = (Kind("accelerator", _accelerator, _on_accelerator, plans=20),)
 
 
 def pipeline(plan: PipelinePlan, device: Device) -> SWPipeline[Any]:

@@ -15,7 +15,7 @@ import pytest
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from swpipe.cli import options
+from swpipe.cli import main, options
 from swpipe.cli.app import app
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, printed_by, python_blocks
 from tests.support import servers
@@ -174,14 +174,41 @@ def test_a_page_shows_what_its_code_prints(page: Path) -> None:
     assert [line for line, after in copied if after.before.endswith("prints:\n\n")] == []
 
 
+COMMANDS = [name for name in MEASURED if name.startswith("swpipe ")]
+REPORT = "swpipe report my_loop:loop --rounds 2 -o report.html"
+
+
+def copy_of_my_loop(folder: Path) -> None:
+    """Write the reader's own loop, which stands in the guide, to a folder."""
+    (folder / "my_loop.py").write_text((DOCS / "examples" / "my_loop.py").read_text())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [name for name in MEASURED if name.startswith("swpipe ")])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != REPORT])
 def test_a_command_prints_what_its_page_shows(command: str, tmp_path: Path) -> None:
-    """Of the reader's own loop, which stands in the guide."""
-    (tmp_path / "my_loop.py").write_text((DOCS / "examples" / "my_loop.py").read_text())
+    """Of the reader's own loop."""
+    copy_of_my_loop(tmp_path)
     script = tmp_path / "command.py"
     script.write_text(f"from swpipe.cli import main\n\nmain({command.split()[1:]!r})\n")
     assert missing(command, run(script, tmp_path)) == []
+
+
+def test_a_report_prints_what_its_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the reader's own loop; on a virtual clock, since a report profiles it many times."""
+    copy_of_my_loop(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    host = TimedHost()
+    tell_time(monkeypatch, host)
+    monkeypatch.setattr(time, "sleep", host.sleep)
+    with pytest.raises(SystemExit) as ended:
+        main(REPORT.split()[1:])
+    assert ended.value.code in (0, None)
+    # On this clock a step has no spread.
+    printed = capsys.readouterr().out.replace("step: 14.0 ms", "step: 14.0 ± 0.0 ms")
+    assert missing(REPORT, printed) == []
+    assert (tmp_path / "report.html").exists()
 
 
 def test_each_output_is_compared() -> None:
