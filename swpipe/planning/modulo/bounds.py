@@ -161,7 +161,7 @@ def least_load(graph: ScheduleGraph, threads: int) -> float:
     free = [v for v in range(graph.size) if v not in graph.frozen]
     work = sorted((graph.host_us[v] for v in free), reverse=True)
     load = [0.0] * threads
-    load[0] = sum(graph.host_us[v] for v in graph.frozen)
+    load[0] = graph.frozen_us
     if graph.pull_group is None:
         load[0] += graph.pull_us
     total = load[0] + sum(work)

@@ -217,7 +217,8 @@ class Estimator:
         us = max(us, closed)
         if graph.streams:
             ends = [at[n + v] + device for v, device in enumerate(graph.device_us)]
-            of_oldest = (ends[v] for v in range(n) if stage[v] == oldest or not graph.stream[v])
+            callers = graph.on_callers_stream
+            of_oldest = (ends[v] for v in range(n) if stage[v] == oldest or v in callers)
             done = max([closed, *of_oldest])
             late = [max(host, end - done) for host, end in zip(late, ends, strict=True)]
             if graph.run_ahead is not None:

@@ -60,7 +60,7 @@ class ScheduleGraph:
         launch_us: The time of each task on its thread before its device work.
         device_us: The time of each task on its stream; 0 without streams.
         blocks: The tasks whose thread waits for their device work.
-        stream: The number of each task's stream; 0 for the caller's, -1 without one.
+        on_callers_stream: The tasks whose device work is on the caller's stream.
         uses: For each resource, the operations that reserve it, and for how many microseconds from
             their start.
         edges: Dependences between operations, edges from host work to device work, and edges that
@@ -83,7 +83,7 @@ class ScheduleGraph:
     launch_us: tuple[float, ...]
     device_us: tuple[float, ...]
     blocks: frozenset[int]
-    stream: tuple[int, ...]
+    on_callers_stream: frozenset[int]
     uses: Mapping[str, Mapping[int, float]]
     edges: tuple[OperationEdge, ...]
     deps: tuple[tuple[int, int, int], ...]
@@ -99,6 +99,11 @@ class ScheduleGraph:
     def size(self) -> int:
         """The number of tasks."""
         return len(self.names)
+
+    @property
+    def frozen_us(self) -> float:
+        """The host time of the frozen tasks, which are all on the caller's thread."""
+        return sum(self.host_us[v] for v in self.frozen)
 
     @cached_property
     def producers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -154,11 +159,6 @@ def schedule_graph(
     launch = tuple(c.host_us if on else c.total_us for c, on in each)
     device = tuple(c.device_us if on else 0.0 for c, on in each)
     blocks = frozenset(v for v, (c, on) in enumerate(each) if on and c.blocks)
-    numbers: dict[object, int] = {None: 0}
-    stream = tuple(
-        numbers.setdefault(entry.stream, len(numbers)) if on else -1
-        for entry, on in zip(plan.schedule.values(), on_stream, strict=True)
-    )
     # Host work follows host work for each dependence: the engine launches in this order, even if
     # only the device has to wait.
     edges = [OperationEdge(p, c, host[p], d) for c, p, d in deps]
@@ -179,7 +179,11 @@ def schedule_graph(
         launch_us=launch,
         device_us=device,
         blocks=blocks,
-        stream=stream,
+        on_callers_stream=frozenset(
+            v
+            for v, entry in enumerate(plan.schedule.values())
+            if on_stream[v] and entry.stream is None
+        ),
         uses=_uses(plan, task_costs, on_stream, host, threaded=limits.threads > 1),
         edges=tuple(edges),
         deps=deps,

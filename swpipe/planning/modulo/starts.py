@@ -83,7 +83,7 @@ def _in_order(graph: ScheduleGraph, stages: Sequence[int], threads: int) -> Modu
         return None
     load = [0.0] * threads
     thread = [0] * graph.size
-    load[0] = sum(graph.host_us[v] for v in graph.frozen)
+    load[0] = graph.frozen_us
     for v in order:
         if v not in graph.frozen:
             thread[v] = load.index(min(load))
@@ -100,7 +100,7 @@ def distributed(
     """
     load = [0.0] * threads
     thread = [0] * graph.size
-    load[0] = sum(graph.host_us[v] for v in graph.frozen)
+    load[0] = graph.frozen_us
     # Placing the longest tasks first fills threads evenly; the random factor varies the result.
     key = [us * (1 - _MIXED * random()) for us in graph.host_us]
     for v in sorted(range(graph.size), key=key.__getitem__, reverse=True):
