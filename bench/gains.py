@@ -18,8 +18,9 @@ import torch
 
 from bench.measure import Row, compared, interleaved
 from swpipe import PipelineTask
+from swpipe.tasks.images.images_workload import IMAGES
 from swpipe.tasks.job_run import JobRun, alternate
-from swpipe.tasks.workload import Job, Plans, workloads
+from swpipe.tasks.workload import Job, Plans
 from tests.support.click_example import HAS_POLARS, example
 
 MODELS = {
@@ -42,7 +43,7 @@ def rows(steps: int = STEPS, turn: int = TURN) -> list[Row]:
 def one_model(name: str, steps: int, turn: int, cache: Path) -> Row:
     """One model under both plans; ``cache`` keeps its data."""
     make, plans = opened(name, cache)
-    runs = [JobRun(plan, make(), plans[plan](), steps, "cpu") for plan in ("serial", "pipelined")]
+    runs = [JobRun(plan, make(), plans[plan](), steps) for plan in ("serial", "pipelined")]
     with runs[0], runs[1]:
         alternate(runs, turn, chunk=turn)
         found = interleaved(steps // turn - 1, *(partial(_turn_ms, run, turn) for run in runs))
@@ -51,6 +52,8 @@ def one_model(name: str, steps: int, turn: int, cache: Path) -> Row:
 
 class _ClickJob(Job):
     """The click model of the examples as a job: its log over and over."""
+
+    device = "cpu"
 
     def __init__(self, cache: Path) -> None:
         self._job = example("click_job").ClickJob()
@@ -69,9 +72,7 @@ def opened(name: str, cache: Path) -> tuple[Callable[[], Job], Plans]:
     torch.set_num_threads(1)
     if name == "clicks":
         return partial(_ClickJob, cache), example("click_job").PLANS
-    work = workloads()[name]
-    config = work.configure({"seed": 0, "device": "cpu"})
-    return partial(work.open_job, config), work.plans
+    return partial(IMAGES.open_job, "cpu"), IMAGES.plans
 
 
 def _turn_ms(run: Any, turn: int) -> float:

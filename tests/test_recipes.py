@@ -1,11 +1,11 @@
 """The recipes of CONTRIBUTING.md for a device, a planner and a system.
 
-``tests/core/test_new_field.py`` adds a schedule field, ``tests/test_pipeline.py`` an observer,
-``tests/cli/test_workloads.py`` a workload.
+``tests/core/test_new_field.py`` adds a schedule field, ``tests/test_pipeline.py`` an observer.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -21,7 +21,6 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.effects import Effects, Location
 from swpipe.device import CpuDevice
 from swpipe.planning import lower_bounds, simulate
-from swpipe.tasks import workload
 
 
 def read(ctx: IterContext) -> None:
@@ -111,21 +110,6 @@ class EchoJob(Job):
     def batches(self, steps=None, /):
         return islice(iter(range(8)), steps)
 """,
-    "tasks/echo/echo_workload.py": """
-from types import SimpleNamespace
-
-from swpipe.plans.echo import PLANS
-from swpipe.tasks.workload import Workload, register
-
-
-def open_job(config):
-    from swpipe.tasks.echo.echo_job import EchoJob
-
-    return EchoJob()
-
-
-register(Workload("echo", PLANS, "ahead", lambda options: SimpleNamespace(device="cpu"), open_job))
-""",
 }
 """The files of a system, from ``swpipe`` on."""
 
@@ -133,7 +117,6 @@ register(Workload("echo", PLANS, "ahead", lambda options: SimpleNamespace(device
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The package as it would be with them."""
-    workload.workloads()  # those that there are, for the tests that follow
     for name, text in SYSTEM.items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +124,6 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for package in (swpipe.plans, swpipe.tasks):
         folder = tmp_path / package.__name__.rpartition(".")[2]
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
-    monkeypatch.setattr(workload, "_registered", {**workload._registered})
     yield
     for name in [name for name in sys.modules if ".echo" in name]:
         del sys.modules[name]
@@ -149,10 +131,10 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("system")
 def test_a_system_is_folders_of_one_name() -> None:
-    """Its workload is found by name, and its plan gives the numbers of the serial run."""
-    found = workload.workloads()["echo"]
-    job = found.open_job(found.configure({}))
-    with SWPipeline(found.plans["ahead"](), tuple(job.tasks()), device="cpu") as pipe:
+    """Its plan gives the numbers of the serial run."""
+    job = importlib.import_module("swpipe.tasks.echo.echo_job").EchoJob()
+    plans = importlib.import_module("swpipe.plans.echo").PLANS
+    with SWPipeline(plans["ahead"](), tuple(job.tasks()), device="cpu") as pipe:
         assert [ctx.loss for ctx in pipe.iterate(job.batches(4))] == [2.0, 4.0, 6.0, 8.0]
 
 

@@ -26,7 +26,6 @@ from swpipe.cli.user_inputs import (
     Opened,
     Output,
     check_outputs,
-    find_workload,
     load_file,
     load_timeline,
     save,
@@ -41,7 +40,7 @@ from swpipe.profiler import ProfileResult, ProfileResults, TaskProfiler
 from swpipe.profiler.result_text import LEGEND
 from swpipe.tasks import job_run
 from swpipe.tasks.job_run import JobRun, alternate
-from swpipe.tasks.workload import DEFAULT, MOST_COUNT, MOST_SEED, Workload
+from swpipe.tasks.workload import DEFAULT, MOST_COUNT
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Tuned
 
@@ -83,7 +82,6 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: Always: 0 on success, 2 for a mistake of the user.
     """
     given = [*(sys.argv[1:] if args is None else args)] or ["--help"]
-    options.declare_workload_options(given)
     # ``standalone_mode=False`` lets click raise its exceptions, so that they are reported in one
     # line.
     run = partial(app, args=given, prog_name="swpipe", standalone_mode=False)
@@ -120,7 +118,6 @@ def check_command(
 
 
 @app.command("train", cls=options.Command)
-@options.takes_workload_options
 def train(
     context: typer.Context,
     workload: options.Workload = DEFAULT,
@@ -132,17 +129,17 @@ def train(
     timeline: Annotated[
         Path | None, options.file("OUT.json", "Record the last steps; for Perfetto or `trace`.")
     ] = None,
-    **given: Any,
+    device: options.Device = None,
 ) -> None:
     """Train the image model, another workload, or a loop of yours."""
     if plan and compare:
         raise UserError("--plan and --compare: give one of them")
     check_outputs(context, timeline)
     # The job with which a plan is made is closed before the runs open jobs of their own.
-    with Opened(context, workload, given, (compare or plan).split(","), auto=True) as opened:
+    with Opened(context, workload, device, (compare or plan).split(","), auto=True) as opened:
         plans = [opened.plan(name) for name in opened.plans]
     labelled = list(zip(numbered(opened.plans), plans, strict=True))
-    with open_runs(opened.workload, opened.config, labelled, steps) as runs:
+    with open_runs(opened, labelled, steps) as runs:
         recorded = train_runs(runs)
         echo(job_run.report(runs))
         if opened.tuned is not None:
@@ -152,7 +149,6 @@ def train(
 
 
 @app.command("profile", cls=options.Command)
-@options.takes_workload_options
 def profile(
     context: typer.Context,
     workload: options.Workload = DEFAULT,
@@ -169,11 +165,14 @@ def profile(
         ),
     ] = None,
     output: Annotated[Path | None, options.file("OUT.json", "Write the figures as JSON.")] = None,
-    **given: Any,
+    device: options.Device = None,
 ) -> None:
     """Show what each task really costs: its exposed time."""
     check_outputs(context, output)
-    with Opened(context, workload, given, [plan], auto=True) as opened, about_plan(opened.plans[0]):
+    with (
+        Opened(context, workload, device, [plan], auto=True) as opened,
+        about_plan(opened.plans[0]),
+    ):
         under = opened.plan()
         results = profile_job(opened, under, batches, rounds, not serially, seconds=seconds)
         held = format_memory(opened, None if serially else under, results.loop or results[0])
@@ -182,7 +181,6 @@ def profile(
 
 
 @app.command("trace", cls=options.Command)
-@options.takes_workload_options
 def draw_trace(
     context: typer.Context,
     saved: Annotated[
@@ -199,7 +197,7 @@ def draw_trace(
     plan: options.Plan = "",
     steps: Annotated[int, options.count("How many to record.")] = _TRACED,
     timeline: Annotated[Path | None, options.file("OUT.json", "Write what was recorded.")] = None,
-    **given: Any,
+    device: options.Device = None,
 ) -> None:
     """Draw a saved timeline, or record one of a workload."""
     if (saved is None) == (not workload):
@@ -215,7 +213,7 @@ def draw_trace(
     check_outputs(context, timeline, pictures=[output])
     if saved is None:
         with (
-            Opened(context, workload, given, [plan], auto=True) as opened,
+            Opened(context, workload, device, [plan], auto=True) as opened,
             about_plan(opened.plans[0]),
         ):
             recorded = record_job(opened, steps)
@@ -229,16 +227,14 @@ def draw_trace(
 
 
 @app.command("report", cls=options.Command)
-@options.takes_workload_options
 def report(
     context: typer.Context,
     workload: Annotated[
         str,
         typer.Argument(
             metavar="MODULE:FUNCTION",
-            help="Of yours, that returns (tasks, batches[, context]); or the name of a workload, "
-            "whose options --help then shows, too. None: find what in the machine's settings keeps "
-            "work from overlapping.",
+            help=f"Of yours, that returns (tasks, batches[, context]); or {DEFAULT}. None: find "
+            "what in the machine's settings keeps work from overlapping.",
         ),
     ] = "",
     output: Annotated[
@@ -261,7 +257,7 @@ def report(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for tools.")] = False,
-    **given: Any,
+    device: options.Device = None,
 ) -> None:
     """Say what bounds a loop, the most to gain, and what to do next."""
     # These modules are imported here, since the other commands start faster without them.
@@ -272,14 +268,14 @@ def report(
         if plan or as_json:
             raise UserError("--plan and --json: name the workload, too")
         # Without a workload, the report covers the settings only; no loop runs.
-        found = environment_findings(resolve(given["device"]), None, 0)
+        found = environment_findings(resolve(device), None, 0)
         echo("\n".join(map(str, found)) or "no findings: the machine and its settings")
         return
     check_outputs(context, output)
     # The serial plan is the same as no plan: the report is then about the plain loop.
     plain_loop = plan in ("", SERIAL)
     with (
-        Opened(context, workload, given, [] if plain_loop else [plan]) as opened,
+        Opened(context, workload, device, [] if plain_loop else [plan]) as opened,
         about_plan(plan or workload),
     ):
         known = {**sparse_dist.PLANS, **opened.workload.plans}
@@ -322,37 +318,26 @@ def diff(
 @app.command("demo", cls=options.Command)
 def demo(
     context: typer.Context,
-    workload: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="What to train: the image model, or another registered workload.",
-        ),
-    ] = "images",
     directory: Annotated[
         Path, typer.Option(metavar="PATH", help="Where data and results go.")
     ] = Path("build/demo"),
     steps: Annotated[
         int | None, options.count("Under each plan; none: as many as take a few seconds.")
     ] = None,
-    seed: Annotated[
-        int, options.count("Of the model, and of the generated data.", MOST_SEED, least=0)
-    ] = 0,
 ) -> None:
     """Train serially and pipelined, compare, break down and draw."""
     files = [directory / name for name in DEMO_FILES]
     # Without matplotlib, the demo leaves the pictures out, and says so at the end.
     pictures = [directory / name for name in DEMO_PICTURES if find_spec("matplotlib")]
     check_outputs(context, *files, pictures=pictures)
-    work = find_workload(workload)
-    given = {"seed": seed, "device": "cpu"}
-    opening = partial(Opened, context, workload, given, [""])
+    opening = partial(Opened, context, DEFAULT, "cpu", [""])
     opened = opening()
+    work = opened.workload
     plans = {name: work.plans[name]() for name in (SERIAL, work.usual_plan)}
-    echo(f"Training the same model ({workload}) under two plans, in turns: {', '.join(plans)}.")
+    echo(f"Training the same model ({work.name}) under two plans, in turns: {', '.join(plans)}.")
     # Without ``--steps``, the time limits of the demo decide, not the number of steps.
     most = MOST_COUNT if steps is None else steps
-    with open_runs(opened.workload, opened.config, list(plans.items()), most) as runs:
+    with open_runs(opened, list(plans.items()), most) as runs:
         recorded = train_runs(runs, None if steps else _DEMO_TRAINS_S)
         echo(job_run.report(runs))
         interval_ms = 1e3 / max(run.steps_per_s for run in runs)
@@ -399,15 +384,14 @@ def _profiles(path: Path) -> ProfileResults:
 
 @contextmanager
 def open_runs(
-    work: Workload, config: Any, plans: Sequence[tuple[str, PipelinePlan]], steps: int | None
+    opened: Opened, plans: Sequence[tuple[str, PipelinePlan]], steps: int | None
 ) -> Iterator[list[JobRun]]:
-    """Open one run per named plan, of the same configuration, and close them after the block."""
+    """Open one run per named plan, each with a job of its own, and close them after the block."""
     with ExitStack() as stack:
         runs = []
         for name, plan in plans:
             with about_plan(name):
-                run = JobRun(name, work.open_job(config), plan, steps, config.device)
-                runs.append(stack.enter_context(run))
+                runs.append(stack.enter_context(JobRun(name, opened.open_job(), plan, steps)))
         yield runs
 
 

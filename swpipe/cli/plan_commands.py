@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -33,7 +33,8 @@ from swpipe.core.task import PipelineTask
 from swpipe.pipeline import SWPipeline
 from swpipe.planning import Limits, auto_plan, lower_bounds
 from swpipe.planning import simulate as simulate_plan
-from swpipe.tasks.workload import DEFAULT, workloads
+from swpipe.tasks.images.images_workload import IMAGES
+from swpipe.tasks.workload import DEFAULT
 from swpipe.trace import Trace, format_stacked, plot_stacked
 from swpipe.tuning.autotuning import EFFORT
 
@@ -65,9 +66,7 @@ def show(
 ) -> None:
     """Show a plan: what works when, and what waits for what."""
     check_outputs(context, output)
-    # Plans of the usual workload come last, so that they win where names are equal.
-    ready_made = {n: make for work in workloads().values() for n, make in work.plans.items()}
-    loaded = load_plan(plan, {**ready_made, **workloads()[DEFAULT].plans})
+    loaded = load_plan(plan, IMAGES.plans)
     # Tasks that do nothing suffice to validate a plan and to show its schedule.
     tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
     with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
@@ -82,7 +81,6 @@ def show(
 
 
 @app.command("infer", cls=options.Command)
-@options.takes_workload_options
 def infer(
     context: typer.Context,
     workload: options.Workload = DEFAULT,
@@ -90,12 +88,12 @@ def infer(
         str, typer.Option(metavar="PLAN", help="Compare with what this plan declares.")
     ] = "",
     output: PlanFile = None,
-    **given: Any,
+    device: options.Device = None,
 ) -> None:
     """Record what each task touches; infer the dependences."""
     check_outputs(context, output)
     with (
-        Opened(context, workload, given, [plan] if plan else []) as opened,
+        Opened(context, workload, device, [plan] if plan else []) as opened,
         about_plan(plan or workload),
     ):
         loop = opened.loop()
@@ -106,7 +104,6 @@ def infer(
 
 
 @app.command("check", cls=options.Command)
-@options.takes_workload_options
 def check(
     context: typer.Context,
     plan: PlanName,
@@ -115,10 +112,10 @@ def check(
         int | None,
         typer.Option(min=1, max=2**63 - 1, metavar="BYTES", help="What may be in flight at most."),
     ] = None,
-    **given: Any,
+    device: options.Device = None,
 ) -> None:
     """Check that a plan gives the same numbers in every interleaving."""
-    with Opened(context, workload, given, [plan]) as opened, about_plan(plan):
+    with Opened(context, workload, device, [plan]) as opened, about_plan(plan):
         loop = opened.loop()
         recording = loop.record()
         loaded = opened.plan()
@@ -135,7 +132,6 @@ def check(
 
 
 @app.command("simulate", cls=options.Command)
-@options.takes_workload_options
 def simulate(
     context: typer.Context,
     plan: PlanName,
@@ -148,7 +144,7 @@ def simulate(
         Path | None, options.file("OUT.png", "Draw the timeline: PNG, SVG or PDF.")
     ] = None,
     keep: KeepCosts = None,
-    **given: Any,
+    device: options.Device = None,
 ) -> None:
     """Predict a plan's timeline and interval from its tasks' costs."""
     check_outputs(context, keep, pictures=[picture])
@@ -156,7 +152,7 @@ def simulate(
     if costs is not None:
         loaded, (model, streams) = _planned(context, plan), _costs(costs)
     else:
-        with Opened(context, workload, given, [plan]) as opened:
+        with Opened(context, workload, device, [plan]) as opened:
             loaded = opened.plan()
             # The workload stays open only while it is measured; the simulation needs just the
             # costs.
@@ -183,7 +179,6 @@ def simulate(
 
 
 @app.command("auto", cls=options.Command)
-@options.takes_workload_options
 def auto(
     context: typer.Context,
     plan: Annotated[
@@ -209,7 +204,7 @@ def auto(
     ] = None,
     keep: KeepCosts = None,
     output: PlanFile = None,
-    **given: Any,
+    device: options.Device = None,
 ) -> None:
     """Choose the best plan under limits, and say why."""
     check_outputs(context, keep, output)
@@ -220,7 +215,7 @@ def auto(
     if not plan:
         if costs is not None:
             raise UserError("--costs: name the plan too that carries the dependences")
-        with Opened(context, workload, given) as opened:
+        with Opened(context, workload, device) as opened:
             tuned = opened.tune(limits, seconds)
         # Both branches set ``text``, ``chosen`` and ``model``, which are printed and saved at the
         # end.
@@ -248,7 +243,7 @@ def auto(
 
 def _planned(context: typer.Context, name: str) -> PipelinePlan:
     """Load a plan that needs no tasks, and check that it is the same on all ranks."""
-    loaded = load_plan(name, workloads()[DEFAULT].plans)
+    loaded = load_plan(name, IMAGES.plans)
     agree(context, [loaded])
     return loaded
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
+from dataclasses import replace
+from functools import cached_property, partial
 from importlib.util import find_spec
 from inspect import signature
 from itertools import islice
@@ -33,7 +33,8 @@ from swpipe.errors import add_note
 from swpipe.pipeline import SWPipeline
 from swpipe.planning.limits import Limits
 from swpipe.profiler.sampling import Sample
-from swpipe.tasks.workload import Job, Plans, Workload, workloads
+from swpipe.tasks.images.images_workload import IMAGES
+from swpipe.tasks.workload import Job, Plans, Workload
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Loop, Tuned, tune
 
@@ -63,13 +64,14 @@ class Opened:
     Args:
         context: The command's context.
         workload: The workload's name as the user gave it.
-        given: Values of the workload's options, and of ``device``.
+        device: The device in torch's words; None for the workload's own.
         plans: Names of plans; "" is the workload's usual plan.
         auto: Whether a plan may be made by trial.
 
     Attributes:
-        workload: The workload; on several ranks, in its form for ranks.
-        config: The configuration of the workload.
+        workload: The workload.
+        device: The device in torch's words, on several ranks that of this rank; None for the
+            workload's own.
         plans: The names of the plans, the usual plan by its own name.
         tuned: The result of making the plan ``AUTO``, once it was made.
     """
@@ -78,7 +80,7 @@ class Opened:
         self,
         context: typer.Context,
         workload: str,
-        given: Mapping[str, Any],
+        device: str | None,
         plans: Sequence[str] = (),
         *,
         auto: bool = False,
@@ -97,9 +99,7 @@ class Opened:
         }
         # Plans are compared as well as options: a file may differ between nodes.
         agree(context, list(map(self._loaded.get, self.plans)))
-        # Options that a command does not declare have their defaults.
-        defaults = {option.name: option.default for option in self.workload.options}
-        self.config = _configured(self.workload, {**defaults, **given}, rank)
+        self.device = _checked_device(device, rank)
 
     def __enter__(self) -> Self:
         return self
@@ -112,7 +112,11 @@ class Opened:
     @cached_property
     def job(self) -> Job:
         """The job of the workload, which is opened on first access."""
-        return self.workload.open_job(self.config)
+        return self.open_job()
+
+    def open_job(self) -> Job:
+        """Return a new job of the workload, which the caller has to close."""
+        return self.workload.open_job(self.device)
 
     @cached_property
     def tasks(self) -> tuple[PipelineTask, ...]:
@@ -139,7 +143,7 @@ class Opened:
 
     def pipeline(self, plan: PipelinePlan) -> SWPipeline[Any]:
         """Return a pipeline of the job's tasks under a plan."""
-        return SWPipeline(plan, self.tasks, device=self.config.device, context=self.job.context)
+        return SWPipeline(plan, self.tasks, device=self.job.device, context=self.job.context)
 
     def take(self, count: int) -> list[Any]:
         """Return the first ``count`` batches; all ranks take the same number."""
@@ -176,14 +180,13 @@ class Opened:
         return Loop(
             self.tasks,
             batches or self.take(1),
-            device=self.config.device,
+            device=self.job.device,
             like=None if make is None else make(),
             over_ranks=self.job.over_ranks,
             progress=lambda line: echo(f"{self.workload.name}: {line}", err=True),
             context=self.job.context,
             loader=self.loader,
-            # The package's workloads take batches from loaders that are apart, and an iterator is
-            # assumed to be apart.
+            # The image model's batches are apart, and an iterator is assumed to be apart.
             apart=loader is None or isinstance(loader, Iterator) or is_apart(loader),
         )
 
@@ -197,35 +200,24 @@ class Opened:
 
 
 def find_workload(name: str, rank: Rank | None = None) -> Workload:
-    """Return the registered workload of that name, or the user's own ``module:function``."""
-    known = workloads()
-    if name in known and rank is None:
-        return known[name]
-    if name in known:
+    """Return the image model's workload, or the user's own ``module:function``."""
+    if name == IMAGES.name and rank is None:
+        return IMAGES
+    if name == IMAGES.name:
         raise UserError(
             f"workload {name}: it runs in one process; under torchrun give --workload "
             "module:function, which is called on each rank"
         )
     if ":" not in name:
         raise UserError(
-            f"workload {plain(name)}: name one of {', '.join(sorted(known))}, or module:function"
+            f"workload {plain(name)}: name {IMAGES.name}, or module:function of a loop of yours"
         )
-
-    def open_job(config: _OwnConfig) -> _OwnJob:
-        return _OwnJob(name, rank)
-
-    return Workload(
-        name,
-        plans={},
-        usual_plan=SERIAL,
-        configure=lambda options: _OwnConfig(options["device"]),
-        open_job=open_job,
-    )
+    return Workload(name, {}, usual_plan=SERIAL, open_job=partial(_OwnJob, name, rank))
 
 
-def _configured(workload: Workload, options: Mapping[str, Any], rank: Rank | None) -> Any:
-    """Return the workload's configuration, with this rank's device."""
-    if (device := options["device"]) is not None:
+def _checked_device(device: str | None, rank: Rank | None) -> str | None:
+    """Return the device that the user named, or the device of this rank."""
+    if device is not None:
         # A tensor is created to find out whether the device works, not only whether its name is
         # valid.
         try:
@@ -233,19 +225,13 @@ def _configured(workload: Workload, options: Mapping[str, Any], rank: Rank | Non
             torch.empty(0, device=device)
         except (RuntimeError, ValueError, AssertionError) as error:  # torch without CUDA asserts
             raise UserError(f"--device {plain(device)}: {str(error).splitlines()[0]}") from error
-    config = workload.configure(options)
     if rank is None:
-        return config
+        return device
     # The process group is formed here, before the job is opened, because a job may use it.
-    return replace(config, device=rank.join(config.device or resolve(None).type))
+    return rank.join(device or resolve(None).type)
 
 
 # ------------------------------------------------------------------------------ the user's own
-
-
-@dataclass(frozen=True, slots=True)
-class _OwnConfig:
-    device: str | None
 
 
 class _OwnJob(Job):
@@ -255,7 +241,7 @@ class _OwnJob(Job):
     called after the process group was formed.
     """
 
-    def __init__(self, name: str, rank: Rank | None) -> None:
+    def __init__(self, name: str, rank: Rank | None, device: str | None) -> None:
         # The checks name what the function returned, because the user sees no traceback.
         given = _call(name)
         tuple_of_some = isinstance(given, tuple) and len(given) in (2, 3)
@@ -269,6 +255,7 @@ class _OwnJob(Job):
             self.context = context_class(context[0] if context else None)
         except TypeError as error:
             raise UserError(f"workload {name}: {'; '.join(str(error).splitlines())}") from error
+        self.device = device
         self._tasks = tuple(tasks)
         self._rank = rank
         for task in self._tasks:

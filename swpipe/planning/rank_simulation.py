@@ -29,11 +29,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,11 +43,16 @@ from swpipe.core.dependence import topological
 from swpipe.core.plan import PULL
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.bounds import bounds_of
-from swpipe.planning.modulo.schedule_graph import LOCK, ScheduleGraph, schedule_graph
+from swpipe.planning.modulo.schedule_graph import (
+    LOCK,
+    ScheduleGraph,
+    least_stages,
+    schedule_graph,
+)
 from swpipe.planning.ranks import Ranks, RankStep
 from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.interval import interval_of
-from swpipe.planning.simulation.timed_graph import TimedGraph, timed_graph
+from swpipe.planning.simulation.timed_graph import TimedGraph, rings, timed_graph
 
 _Times: TypeAlias = NDArray[np.float64]
 
@@ -70,11 +74,9 @@ _SEED = 20_251
 
 def step_us(program: Program, costs: CostModel, ranks: Ranks) -> float:
     """Return the step on many ranks in microseconds, without its parts. Searches use it."""
-    meeting = ranks.meeting(program.resolved.plan, costs)
-    graph = timed_graph(program, costs, sampled=True)
-    run = _Run(graph.limited(), ranks, frozenset(meeting))
+    work_us, run = _run_of(program, costs, ranks)
     waiting_us = run.step_us(differ=True, meet=True) - run.step_us(differ=False, meet=True)
-    return interval_of(graph).ii_us + waiting_us
+    return work_us + waiting_us
 
 
 def rank_step(program: Program, costs: CostModel, ranks: Ranks) -> RankStep:
@@ -83,12 +85,7 @@ def rank_step(program: Program, costs: CostModel, ranks: Ranks) -> RankStep:
     Raises:
         PlanError: As for ``Ranks.meeting``, or a task has no cost.
     """
-    plan = program.resolved.plan
-    meeting = ranks.meeting(plan, costs)
-    graph = timed_graph(program, costs, sampled=True)
-    # The exact interval of one rank. The simulation of ranks only adds differences to it.
-    work_us = interval_of(graph).ii_us
-    run = _Run(graph.limited(), ranks, frozenset(meeting))
+    work_us, run = _run_of(program, costs, ranks)
     # Three simulations separate the parts: equal times; times that differ without meetings (waiting
     # for the rank's own input); times that differ with meetings (waiting for the slowest rank as
     # well).
@@ -96,24 +93,29 @@ def rank_step(program: Program, costs: CostModel, ranks: Ranks) -> RankStep:
     if ranks.jitter or ranks.slow:
         alone = run.step_us(differ=True, meet=False)
         together = run.step_us(differ=True, meet=True)
-    floor_us = _floor_us(
-        schedule_graph(program.resolved, costs, Limits(), streams=program.streams), ranks, meeting
-    )
+    graph = schedule_graph(program.resolved, costs, Limits(), streams=program.streams)
     return RankStep(
         ranks=ranks,
         step_us=work_us + (together - certain),
         work_us=work_us,
         input_us=alone - certain,
         slowest_us=together - alone,
-        floor_us=floor_us,
+        floor_us=_floor_us(graph, ranks, run.meeting),
     )
+
+
+def _run_of(program: Program, costs: CostModel, ranks: Ranks) -> tuple[float, _Run]:
+    """Return the exact interval of one rank, and the run on all ranks, which adds differences."""
+    meeting = ranks.meeting(program.resolved.plan, costs)
+    graph = timed_graph(program, costs, sampled=True)
+    return interval_of(graph).ii_us, _Run(graph.limited(), ranks, meeting)
 
 
 @dataclass(frozen=True)
 class _Run:
     graph: TimedGraph
     ranks: Ranks
-    meeting: frozenset[str]
+    meeting: Collection[str]
 
     def step_us(self, *, differ: bool, meet: bool) -> float:
         """Return the mean step, with times that differ or not and with ranks that meet or not."""
@@ -163,11 +165,11 @@ class _Run:
         rng = np.random.default_rng((_SEED, iteration))
         ranks = self.ranks
         jitter = _lognormal(rng, ranks.jitter, shape)
-        found = {"": jitter}
+        factors = {"": jitter}
         for task, (share, factor) in ranks.slow.items():
             slow = np.where(rng.random(shape) < share, factor, 1.0)
-            found[self._node_of_pull if task == PULL else task] = jitter * slow
-        return found
+            factors[self._node_of_pull if task == PULL else task] = jitter * slow
+        return factors
 
     @cached_property
     def _node_of_pull(self) -> str:
@@ -177,43 +179,35 @@ class _Run:
     def _meets(self) -> frozenset[int]:
         """The nodes at which ranks meet: on the device, if the task has work there."""
         graph = self.graph
-        # A task may have several nodes: host work, device work and a return. It meets at one of
-        # them only.
-        devices = {*graph.device_of.values()}
-        returns = {*graph.returns.values()}
-        hosts = [k for k in range(len(graph.nodes)) if k not in devices | returns]
-        found = (
-            (k, graph.device_of.get(k, k)) for k in hosts if graph.nodes[k].task in self.meeting
+        # A task may have several nodes: host work (these come first), device work and a return. It
+        # meets at one of them only.
+        hosts = len(graph.nodes) - len(graph.device_of) - len(graph.returns)
+        meeting = [k for k in range(hosts) if graph.nodes[k].task in self.meeting]
+        devices = [graph.device_of.get(k, k) for k in meeting]
+        return frozenset(
+            device if graph.nodes[device].time else host
+            for host, device in zip(meeting, devices, strict=True)
         )
-        return frozenset(device if graph.nodes[device].time else host for host, device in found)
 
     @cached_property
     def _into(self) -> list[list[tuple[int, float, int]]]:
         """The arcs into each node: tail, microseconds beyond the tail's own time, and lag."""
         graph = self.graph
-        latest: dict[tuple[int, int, int], int] = {}
-        for tail, head, time, lag in (*graph.arcs, *self._rings()):
-            extra = time - graph.nodes[tail].time
-            # Of parallel arcs only the longest counts.
-            key = (tail, head, lag)
-            latest[key] = max(extra, latest.get(key, extra))
-        into: list[list[tuple[int, float, int]]] = [[] for _ in graph.nodes]
-        for (tail, head, lag), extra in latest.items():
-            into[head].append((tail, extra / TICKS_PER_US, lag))
-        return into
-
-    def _rings(self) -> list[tuple[int, int, int, int]]:
-        """Return arcs that put resources without a fixed order into the order of the program."""
-        nodes = self.graph.nodes
+        nodes = graph.nodes
+        # Resources without a fixed order are put into the order of the program.
         lines: dict[object, list[int]] = defaultdict(list)
         for k, node in enumerate(nodes):
-            for line in (*self.graph.queues.get(k, ()), *node.resources):
+            for line in (*graph.queues.get(k, ()), *node.resources):
                 lines[line].append(k)
-        return [
-            (a, b, nodes[a].time, lag)
-            for line in lines.values()
-            for a, b, lag in (*((a, b, 0) for a, b in pairwise(line)), (line[-1], line[0], 1))
-        ]
+        # Of parallel arcs only the longest counts.
+        longest: dict[tuple[int, int, int], int] = {}
+        for tail, head, time, lag in (*graph.arcs, *rings(nodes, lines.values())):
+            extra = time - nodes[tail].time
+            longest[tail, head, lag] = max(extra, longest.get((tail, head, lag), extra))
+        into: list[list[tuple[int, float, int]]] = [[] for _ in nodes]
+        for (tail, head, lag), extra in longest.items():
+            into[head].append((tail, extra / TICKS_PER_US, lag))
+        return into
 
     @cached_property
     def _order(self) -> list[int]:
@@ -241,7 +235,7 @@ def _lognormal(rng: np.random.Generator, jitter: float, shape: tuple[int, ...]) 
 # ------------------------------------------------------------------------------------------ floor
 
 
-def _floor_us(graph: ScheduleGraph, ranks: Ranks, meeting: Sequence[str]) -> float:
+def _floor_us(graph: ScheduleGraph, ranks: Ranks, meeting: Collection[str]) -> float:
     """Return a lower bound on the step of every plan; the module's docstring derives it."""
     floor_us = bounds_of(graph, graph.size).ii_us
     if ranks.number == 1 or not (ranks.jitter or ranks.slow):
@@ -250,10 +244,14 @@ def _floor_us(graph: ScheduleGraph, ranks: Ranks, meeting: Sequence[str]) -> flo
         v = graph.names.index(name)
         operation = graph.size + v if graph.device_us[v] else v
         time_us = graph.device_us[v] or graph.launch_us[v]
-        held = [graph.resources[each.resource] for each in graph.reservations[operation]]
         # The lock is held for a part of a task only, and granted in the order of requests: no
         # floor.
-        for tasks in (*(graph.users[what] for what in held if what != LOCK), {v: time_us}):
+        shared = [
+            graph.users[resource]
+            for resource, uses in graph.uses.items()
+            if operation in uses and resource != LOCK
+        ]
+        for tasks in (*shared, {v: time_us}):
             floor_us = max(floor_us, _longest_us(graph, ranks, v, tasks))
     return floor_us
 
@@ -262,17 +260,18 @@ def _longest_us(
     graph: ScheduleGraph, ranks: Ranks, meets: int, tasks: Mapping[int, float]
 ) -> float:
     """Return the mean of the slowest rank's time for tasks between two meetings of one of them."""
-    to = _distances(graph, meets, ahead=True)
-    back = _distances(graph, meets, ahead=False)
+    # The least distances of dependences from the task to each other task, and back.
+    to = _distances(graph.deps, meets)
+    back = _distances([(p, c, d) for c, p, d in graph.deps], meets)
     rng = np.random.default_rng(_SEED)
     shape = (max(8, _SAMPLES // ranks.number), ranks.number)
     before, after = (_lognormal(rng, ranks.jitter, shape) for _ in range(2))
     total = np.zeros(shape)
     for v, time_us in tasks.items():
         # Dependences tie the task to the iteration of the second meeting, so it has that factor.
-        if v == meets or (back[v] == 0 and to[v] <= 1):
+        if v == meets or (back.get(v) == 0 and to.get(v, math.inf) <= 1):
             factor = after
-        elif to[v] == 0 and back[v] <= 1:
+        elif to.get(v) == 0 and back.get(v, math.inf) <= 1:
             factor = before
         else:
             # No dependence ties it to either meeting: its iteration, and so its factor, is
@@ -283,12 +282,6 @@ def _longest_us(
     return float(total.max(axis=1).mean())
 
 
-def _distances(graph: ScheduleGraph, start: int, *, ahead: bool) -> Sequence[float]:
-    """Return the least dependence distance from a task to each task, or back from each to it."""
-    found: list[Any] = [math.inf] * graph.size
-    found[start] = 0
-    for _ in range(graph.size):
-        for consumer, producer, distance in graph.deps:
-            tail, head = (producer, consumer) if ahead else (consumer, producer)
-            found[head] = min(found[head], found[tail] + distance)
-    return found
+def _distances(deps: Sequence[tuple[int, int, int]], start: int) -> dict[int, int]:
+    """Return the least distance along dependences from a task to each task that follows from it."""
+    return {task: -stage for task, stage in least_stages(deps, {start: 0}).items()}

@@ -78,7 +78,7 @@ class Ranks:
                         f"slow iterations of {shown(task)} are {shown(how)}: give (share, factor), "
                         "a share of the iterations from 0 to 1 and a factor of 1 or more"
                     )
-        if isinstance(self.links, str) or not all(isinstance(one, str) for one in self.links):
+        if isinstance(self.links, str) or not all(isinstance(name, str) for name in self.links):
             yield Problem(
                 f'links is {shown(self.links)}: give names of resources, such as ["nccl"]'
             )
@@ -111,9 +111,9 @@ class Ranks:
         ]
         ordered = {name for name, entry in plan.schedule.items() if entry.globally_ordered}
         # In the order of the schedule, so that the result does not depend on the order of a set.
-        found = [name for name in held if name in ordered or held[name] & {*self.links}]
+        meeting_tasks = [name for name in held if name in ordered or held[name] & {*self.links}]
         # Ranks that never meet do not wait for each other: to simulate them would be a mistake.
-        if not found and (self.jitter or self.slow):
+        if not meeting_tasks and (self.jitter or self.slow):
             problems.append(
                 Problem(
                     "the ranks' times differ, and no task meets those of other ranks: say "
@@ -123,7 +123,7 @@ class Ranks:
             )
         if problems:
             raise PlanError(problems)
-        return found
+        return meeting_tasks
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ def prefetch_plan(
     schedule |= {
         task: TaskSchedule(stage=1, stream=stream_of.get(name_of(task))) for task in compute
     }
+    # A plan declares the streams that it names; ``HOST`` and streams of torch need no declaration.
     named = [s for s in stream_of.values() if isinstance(s, str) and not is_host(s)]
     return PipelinePlan(
         schedule=schedule,

@@ -42,7 +42,6 @@ class JobRun:
         job: The job.
         plan: The plan of the job's tasks.
         steps: The number of steps to train; None for one epoch.
-        device: The device; see ``SWPipeline``.
 
     Attributes:
         steps: The number of steps to train.
@@ -58,14 +57,13 @@ class JobRun:
         job: Any,
         plan: PipelinePlan,
         steps: int | None = None,
-        device: torch.device | str | None = None,
     ) -> None:
         self.name = name
         self.job = job
         self.plan = plan
         self.steps: int = job.epoch_steps if steps is None else steps
         self.done = 0
-        self.pipe = SWPipeline(plan, job.tasks(), device=device, context=job.context)
+        self.pipe = SWPipeline(plan, job.tasks(), device=job.device, context=job.context)
         self.losses: list[float | torch.Tensor] = []
         self.turns_s: list[float] = []
         self._untimed_s: list[float] = []
@@ -196,12 +194,12 @@ def compare(a: JobRun, b: JobRun) -> Comparison:
     wrong = [name for name, mine in ours.items() if not torch.equal(mine, theirs[name])]
     # A rank sees only its own losses and parameters: they are combined over all ranks, and all
     # ranks get the same result.
-    found = a.job.over_ranks((same, wrong, [*ours]))
+    differences = a.job.over_ranks((same, wrong, [*ours]))
     return Comparison(
-        min((losses.index(False) for losses, _, _ in found if False in losses), default=None),
-        sorted({name for _, names, _ in found for name in names}),
-        max(len(losses) for losses, _, _ in found),
-        len({name for _, _, names in found for name in names}),
+        min((losses.index(False) for losses, _, _ in differences if False in losses), default=None),
+        sorted({name for _, names, _ in differences for name in names}),
+        max(len(losses) for losses, _, _ in differences),
+        len({name for _, _, names in differences for name in names}),
     )
 
 
@@ -214,16 +212,11 @@ def report(runs: Sequence[JobRun]) -> str:
 
     This is a collective.
     """
-    # Collected first, on all ranks in the same order, since ``results`` is a collective.
-    columns = [run.job.results() for run in runs]
-    rows = [
-        (run.name, run.done, f"{run.steps_per_s:.4g}", _range(run), _ends(run), *more.values())
-        for run, more in zip(runs, columns, strict=True)
-    ]
+    rows = [(run.name, run.done, f"{run.steps_per_s:.4g}", _range(run), _ends(run)) for run in runs]
     first, *others = runs
     return "\n".join(
         [
-            table(("plan", "steps", "steps/s", "range", "loss", *columns[0]), rows),
+            table(("plan", "steps", "steps/s", "range", "loss"), rows),
             *(line for other in others for line in (_speed(first, other), _equality(first, other))),
         ]
     )
@@ -238,10 +231,10 @@ def _ends(run: JobRun) -> str:
     """Return the first and the last loss in words, each as the mean over the ranks that have it."""
     # A run of one step has one loss, which is not repeated as the last one.
     own = [float(loss) for loss in (*run.losses[:1], *run.losses[1:][-1:])]
-    found = [ends for ends in run.job.over_ranks(own) if ends]
-    return " to ".join(f"{statistics.fmean(each):.4f}" for each in zip(*found, strict=True)) or (
-        "n/a"
-    )
+    ends_of_ranks = [ends for ends in run.job.over_ranks(own) if ends]
+    return " to ".join(
+        f"{statistics.fmean(each):.4f}" for each in zip(*ends_of_ranks, strict=True)
+    ) or ("n/a")
 
 
 def _speed(first: JobRun, other: JobRun) -> str:
@@ -251,32 +244,32 @@ def _speed(first: JobRun, other: JobRun) -> str:
     ratios = sorted(a / b for a, b in zip(first.turns_s, other.turns_s, strict=True))
     if len(ratios) < 2:
         return f"{names}: no difference was measured: one turn has no range; train for more steps"
-    found = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-    found += " times as many steps per second"
+    ratio = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    ratio += " times as many steps per second"
     # If the other run is faster in some turns and slower in others, noise may be the reason.
     if ratios[0] <= 1 <= ratios[-1]:
-        return f"{names}: no difference was measured: from turn to turn {found}"
-    return f"{names}: {found}"
+        return f"{names}: no difference was measured: from turn to turn {ratio}"
+    return f"{names}: {ratio}"
 
 
 def _equality(first: JobRun, other: JobRun) -> str:
     names = f"{first.name} and {other.name}"
-    found = compare(first, other)
-    if not found.losses:
+    comparison = compare(first, other)
+    if not comparison.losses:
         return f"{names}: no ctx.loss to compare"
-    if found.equal:
-        what = f" and {found.of} parameters" if found.of else ""
-        return f"{names}: bit-equal: {found.losses} losses{what}"
+    if comparison.equal:
+        what = f" and {comparison.of} parameters" if comparison.of else ""
+        return f"{names}: bit-equal: {comparison.losses} losses{what}"
     # Stale reads are named in the message, since they are the usual reason for a difference.
     losses = (
-        f"all {found.losses} losses are equal"
-        if found.first_loss is None
-        else f"losses differ from step {found.first_loss} on"
+        f"all {comparison.losses} losses are equal"
+        if comparison.first_loss is None
+        else f"losses differ from step {comparison.first_loss} on"
     )
     return "; ".join(
         [
             f"{names}: NOT EQUAL: {losses}",
-            f"{len(found.parameters)} parameters differ",
+            f"{len(comparison.parameters)} parameters differ",
             *(
                 f"{run.name} may read {state} {count} iteration{'s' * (count > 1)} {age}"
                 for run in (first, other)

@@ -1,23 +1,14 @@
-"""Workloads: training loops that the command line can train, profile and plan by name.
-
-A module ``NAME_workload`` in ``swpipe/tasks``, or in a folder of it, calls ``register`` when it is
-imported. ``workloads`` imports all of these modules. A workload module imports the libraries of its
-tasks inside functions, so that importing it is cheap and succeeds without these libraries.
-"""
+"""Workloads and jobs: training loops that the command line can train, profile and plan."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-import swpipe.tasks
 from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import DeclaredIO, Others, PipelineTask
@@ -30,10 +21,7 @@ DEFAULT = "images"
 """The workload of a command that names none."""
 
 MOST_COUNT = 2**31 - 1
-"""The greatest value of an option that is a count, for example of steps or rows."""
-
-MOST_SEED = 2**63 - 1
-"""The greatest seed; the least seed is 0."""
+"""The greatest value of an option that is a count, for example of steps."""
 
 
 class InputError(ValueError):
@@ -44,43 +32,20 @@ class TrainingFailedError(RuntimeError):
     """The error of a training that cannot continue; its message is one line."""
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A command-line option of a workload.
-
-    Attributes:
-        name: The option's name in Python; ``batch_size`` becomes ``--batch-size``.
-        kind: The type of the value: ``int``, ``str``, ``bool`` or ``Path``.
-        default: The value if the option is not given.
-        help: The help text, one line.
-        minimum: The least value of an ``int``; None for no limit.
-        maximum: The greatest value of an ``int``; None for no limit.
-    """
-
-    name: str
-    kind: type
-    default: Any
-    help: str
-    minimum: int | None = None
-    maximum: int | None = MOST_COUNT
-
-
-SEED = Option("seed", int, 0, "Of the model, and of generated data.", minimum=0, maximum=MOST_SEED)
-"""The option for the seed of a job, shared by all workloads that have a seed."""
-
-
 class Job:
-    """A workload with its model and data, ready to train.
+    """A training loop with its model and data, ready to run.
 
     A subclass defines ``epoch_steps``, ``tasks`` and ``batches``, and overrides other methods as
     needed.
 
     Attributes:
         context: The class of the iterations' contexts; None for ``IterContext``.
+        device: The device of the pipeline; see ``SWPipeline``.
         modules: The modules that are trained, and whose parameters are compared between runs.
     """
 
     context: type[IterContext] | None = None
+    device: str | None = None
     modules: Sequence[nn.Module] = ()
 
     @property
@@ -120,10 +85,6 @@ class Job:
             return loss.detach() if loss.numel() == 1 else None
         return loss if isinstance(loss, float) else None
 
-    def results(self) -> dict[str, str]:
-        """Return additional columns for the table of runs, by heading; this is a collective."""
-        return {}
-
     def close(self) -> None:
         """Release resources."""
 
@@ -157,38 +118,10 @@ class Workload:
         name: The name at the command line.
         plans: Functions that return the ready-made plans, by the plans' names.
         usual_plan: The name of the plan that is used if the user names none.
-        configure: Maps the options' values to a frozen dataclass with a field ``device``. The
-            values include ``device``: a device string of torch, or None. Raises ``InputError``.
-        open_job: Makes a job from this configuration. Raises ``InputError``.
-        options: The options of this workload.
+        open_job: Makes a job for a device in torch's words, or None. Raises ``InputError``.
     """
 
     name: str
     plans: Plans
     usual_plan: str
-    configure: Callable[[Mapping[str, Any]], Any]
-    open_job: Callable[[Any], Job]
-    options: tuple[Option, ...] = ()
-
-
-_registered: dict[str, Workload] = {}
-
-
-def register(workload: Workload) -> None:
-    """Register a workload under its name.
-
-    Raises:
-        ValueError: Another workload has this name.
-    """
-    if _registered.setdefault(workload.name, workload) is not workload:
-        raise ValueError(f"workload {workload.name!r} is registered already: give another name")
-
-
-def workloads() -> Mapping[str, Workload]:
-    """Import all workload modules, and return the workloads by name."""
-    # Modules that are imported already register nothing again, so that repeated calls are cheap.
-    for folder in map(Path, swpipe.tasks.__path__):
-        for file in sorted(folder.rglob("*_workload.py")):
-            parts = file.relative_to(folder).with_suffix("").parts
-            importlib.import_module(".".join(("swpipe.tasks", *parts)))
-    return MappingProxyType(_registered)
+    open_job: Callable[[str | None], Job]

@@ -15,7 +15,7 @@ import pytest
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from swpipe.cli import main, options
+from swpipe.cli import main
 from swpipe.cli.app import app
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, printed_by, python_blocks
 from tests.support import servers
@@ -248,7 +248,6 @@ def commands() -> list[str]:
 def test_a_command_on_a_page_is_one(command: str) -> None:
     """Its options are known, and their values are of the right kind."""
     args = shlex.split(command, comments=True)[1:]
-    options.declare_workload_options(args)
     part: Any = get_command(app)
     rest = [*args]
     context = part.make_context("swpipe", [*rest])

@@ -18,6 +18,7 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
 from swpipe.planning import Limits, Ranks, auto_plan, simulate
 from swpipe.planning.modulo.input_slack import SlackPlan, with_slack
+from swpipe.planning.modulo.modulo_schedule import ahead_of
 from swpipe.planning.rank_simulation import _Run, rank_step, step_us
 from swpipe.planning.simulation.interval import interval_us
 from swpipe.planning.simulation.timed_graph import timed_graph
@@ -158,6 +159,36 @@ def test_input_slack_is_found_within_the_limits() -> None:
     assert chosen.ranks.step_us < 0.8 * least.ranks.step_us
     assert "of input slack" in chosen.why[-1]
     assert steady.why[-1] == "More input slack takes no waiting away."
+
+
+def test_run_ahead_is_chosen_before_as_much_slack() -> None:
+    """Both absorb the slow reads with as many iterations ahead, and slack takes more depth."""
+    plan = PipelinePlan(
+        {
+            "read": TaskSchedule(stream="copies"),
+            "train": TaskSchedule(globally_ordered=True),
+        },
+        deps=[("train", "read")],
+    )
+    costs = CostModel(
+        {"read": TaskCost(host_us=6_000), "train": TaskCost(host_us=100, device_us=10_000)}
+    )
+    chosen, slack_alone = (
+        with_slack(
+            plan,
+            costs,
+            Ranks(64, slow={"read": (0.02, 4.0)}),
+            Limits(in_flight=8, threads=2),
+            streams=True,
+            may_run_ahead=may_run_ahead,
+            allowed=lambda plan: True,
+        )[0]
+        for may_run_ahead in (True, False)
+    )
+    assert (chosen.slack, chosen.plan.run_ahead, chosen.plan.depth) == (0, 4, plan.depth)
+    assert (slack_alone.slack > 0, slack_alone.plan.run_ahead) == (True, None)
+    assert ahead_of(chosen.plan) <= ahead_of(slack_alone.plan)
+    assert chosen.step_us == pytest.approx(slack_alone.step_us, rel=0.01)
 
 
 def test_a_plan_that_is_not_allowed_is_not_chosen() -> None:

@@ -57,9 +57,6 @@ class SumJob(Job):
     def batches(self, steps: int | None = None, /) -> Iterator[int]:
         return islice(count(), self.epoch_steps if steps is None else steps)
 
-    def results(self) -> dict[str, str]:
-        return {"norm": f"{float(self.model.weight.norm().detach()):.3f}"}
-
     def close(self) -> None:
         self.closed = True
 
@@ -156,7 +153,7 @@ def _told(runs: list[JobRun], *turns: list[float]) -> list[list[str]]:
     for run, speeds in zip(runs, turns, strict=True):
         run.losses, run.turns_s = [1.0, 0.5], [1 / speed for speed in speeds]
     head, _, *rest = report(runs).splitlines()
-    assert head.split() == ["plan", "steps", "steps/s", "range", "loss", "norm"]
+    assert head.split() == ["plan", "steps", "steps/s", "range", "loss"]
     return [line.split() for line in rest[:2]] + [rest[2:3]]
 
 

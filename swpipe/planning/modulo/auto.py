@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -28,7 +29,12 @@ from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.bounds import Bounds, bounds_of, lower_bounds
 from swpipe.planning.modulo.input_slack import with_slack
-from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph, schedule_graph
+from swpipe.planning.modulo.schedule_graph import (
+    TOLERANCE,
+    ScheduleGraph,
+    least_stages,
+    schedule_graph,
+)
 from swpipe.planning.modulo.search import MOST_AHEAD, FoundPlan, Search
 from swpipe.planning.rank_simulation import rank_step
 from swpipe.planning.ranks import Ranks, RankStep
@@ -51,8 +57,7 @@ class Choice:
         ii_us: The interval that the simulator predicts for it, in microseconds.
         bounds: Lower bounds on the interval of every plan within the limits.
         why: A sentence for each reason: what limits the interval, how much each thread saves, what
-            the
-            depth is for.
+            the depth is for.
         ranks: The step on many ranks; None if no ranks were given.
     """
 
@@ -75,7 +80,7 @@ class Choice:
     @property
     def gap(self) -> float:
         """The relative distance of the interval from the lower bound; 0.01 is 1%."""
-        return self.ii_us / self.bounds.ii_us - 1 if self.bounds.ii_us else 0.0
+        return self.bounds.gap(self.ii_us)
 
     def format(self) -> str:
         """Return a head line and the reasons, one per line."""
@@ -193,48 +198,61 @@ class _Planner:
         apart = self.plan.pull_group is None and min(self.limits.threads, self.limits.in_flight) > 1
         if apart and pull.host_us:
             other = replace(self.plan, pull_group=PULL_GROUP, pipeline_depth=None)
-            found = replace(self, plan=other)._choice()
-            saved_us = best.ii_us - found.ii_us
+            pulling = replace(self, plan=other)._choice()
+            saved_us = best.ii_us - pulling.ii_us
             # Equal intervals go to the plan with one thread less.
             if saved_us > TOLERANCE * best.ii_us:
                 words = (
                     f"Batches are pulled on a thread of their own, which earns {in_ms(saved_us)}."
                 )
-                best = replace(found, why=(*found.why, words))
+                best = replace(pulling, why=(*pulling.why, words))
         return best if self.effects is None else self._by_workers(best, self.effects)
 
     def _by_workers(self, best: Choice, effects: EffectTable) -> Choice:
         """Return the plan with more workers in busy groups, while each worker makes it faster."""
-        found = best
-        limits = self.limits
-        host_us = {n: c.total_us for n, c in self.costs.of(best.plan.schedule).items()}
-        while True:
-            load: dict[str, float] = {}
-            for name, entry in found.plan.schedule.items():
-                group = entry.thread_group
-                load[group] = load.get(group, 0.0) + host_us[name] / entry.workers
-            # Greedy, one worker at a time: only a group that is busy for the whole interval can
-            # limit it.
-            busy = {group for group, us in load.items() if us >= found.ii_us * (1 - TOLERANCE)}
-            for plan in _with_one_more(found.plan, busy) if busy else ():
-                # More workers may need a greater depth, and may change the order that effects
-                # require.
-                fits = plan.depth <= limits.in_flight and plan.most_workers <= limits.workers
-                if fits and _keeps(plan, effects, self.streams):
-                    ii_us = interval_us(plan, self.costs, streams=self.streams)
-                    if ii_us < found.ii_us * (1 - TOLERANCE):
-                        found = replace(found, plan=plan, ii_us=ii_us)
-                        break
-            else:
-                break
-        if found is best:
+        fastest = best
+        # Greedy, one worker at a time.
+        while (faster := self._by_one_worker(fastest, effects)) is not None:
+            fastest = faster
+        if fastest is best:
             return best
-        several = {e.thread_group: e.workers for e in found.plan.schedule.values() if e.workers > 1}
+        several = {
+            e.thread_group: e.workers for e in fastest.plan.schedule.values() if e.workers > 1
+        }
         words = listed([f"{counted(n, 'worker')} of {group!r}" for group, n in several.items()])
-        saved = in_ms(best.ii_us - found.ii_us)
+        saved = in_ms(best.ii_us - fastest.ii_us)
         why = f"{words} take turns, each with iterations of its own, which earns {saved}."
-        bounds = lower_bounds(found.plan, self.costs, streams=self.streams)
-        return replace(found, bounds=bounds, why=(_above(found.ii_us, bounds), *best.why[1:], why))
+        bounds = lower_bounds(fastest.plan, self.costs, streams=self.streams)
+        return replace(
+            fastest, bounds=bounds, why=(_above(fastest.ii_us, bounds), *best.why[1:], why)
+        )
+
+    def _by_one_worker(self, choice: Choice, effects: EffectTable) -> Choice | None:
+        """Return a faster plan with one more worker in each busy group, if there is one."""
+        schedule = choice.plan.schedule
+        load: dict[str, float] = defaultdict(float)
+        for name, cost in self.costs.of(schedule).items():
+            load[schedule[name].thread_group] += cost.total_us / schedule[name].workers
+        # Only a group that is busy for the whole interval can limit it.
+        least_us = choice.ii_us * (1 - TOLERANCE)
+        busy = {group for group, us in load.items() if us >= least_us}
+        for plan in _with_one_more(choice.plan, busy) if busy else ():
+            # More workers may need a greater depth, and may change the order that effects require.
+            limits = self.limits
+            fits = plan.depth <= limits.in_flight and plan.most_workers <= limits.workers
+            if fits and _keeps(plan, effects, self.streams):
+                ii_us = self._interval_us(plan)
+                if ii_us < least_us:
+                    return replace(choice, plan=plan, ii_us=ii_us)
+        return None
+
+    def _interval_us(self, plan: PipelinePlan) -> float:
+        return interval_us(plan, self.costs, streams=self.streams)
+
+    def _bytes(self, plan: PipelinePlan) -> int:
+        """Return the peak memory of a plan; 0 if the costs do not have the tasks' memory."""
+        peak = peak_of(plan, self.costs, streams=self.streams)
+        return 0 if peak is None else peak.bytes
 
     def _choice(self) -> Choice:
         """Return the best plan found, with the pull in the thread group that ``plan`` gives it."""
@@ -285,19 +303,19 @@ class _Planner:
         Raises:
             PlanError: No plan was found that fits; the message has the smallest peak.
         """
-        best: tuple[float, PipelinePlan] | None = None
+        best: Choice | None = None
         least = 0
-        for found in self._of_less_depth(free):
-            if best is not None and found.ii_us >= best[0]:
+        for candidate in self._of_less_depth(free):
+            if best is not None and candidate.ii_us >= best.ii_us:
                 break
-            for plan in _smaller(found.plan, streams=self.streams):
-                held = peak_of(plan, self.costs, streams=self.streams)
-                size = 0 if held is None else held.bytes
+            for plan in _smaller(candidate.plan, streams=self.streams):
+                size = self._bytes(plan)
                 least = min(least or size, size)
                 if size <= max_bytes:
-                    ii_us = interval_us(plan, self.costs, streams=self.streams)
-                    best = min(best or (ii_us, plan), (ii_us, plan), key=lambda one: one[0])
-                    if plan.run_ahead == found.plan.run_ahead:
+                    ii_us = self._interval_us(plan)
+                    if best is None or ii_us < best.ii_us:
+                        best = replace(free, plan=plan, ii_us=ii_us)
+                    if plan.run_ahead == candidate.plan.run_ahead:
                         # If the plan keeps its whole ``run_ahead``, no smaller plan is faster.
                         # Otherwise a plan of less depth that keeps it may be.
                         break
@@ -309,24 +327,22 @@ class _Planner:
             )
             raise PlanError([Problem(text)])
         why = (
-            f"The limit of {in_bytes(max_bytes)} costs {in_ms(max(0.0, best[0] - free.ii_us))} per "
-            f"iteration: without it {in_ms(free.ii_us)}."
+            f"The limit of {in_bytes(max_bytes)} costs {in_ms(max(0.0, best.ii_us - free.ii_us))} "
+            f"per iteration: without it {in_ms(free.ii_us)}."
         )
-        known = free.why if best[1] == free.plan else ()
-        return replace(free, plan=best[1], ii_us=best[0], why=(*known, why))
+        known = free.why if best.plan == free.plan else ()
+        return replace(best, why=(*known, why))
 
     def for_ranks(self, free: Choice, ranks: Ranks) -> Choice:
         """Return the given plan with the input slack that many ranks need."""
 
         # Slack adds iterations in flight, so order and memory have to be checked again.
         def allowed(plan: PipelinePlan) -> bool:
-            if self.effects is not None and not _keeps(plan, self.effects, self.streams):
-                return False
+            keeps = self.effects is None or _keeps(plan, self.effects, self.streams)
             most = self.limits.max_bytes
-            held = None if most is None else peak_of(plan, self.costs, streams=self.streams)
-            return held is None or most is None or held.bytes <= most
+            return keeps and (most is None or self._bytes(plan) <= most)
 
-        found, why = with_slack(
+        chosen, why = with_slack(
             free.plan,
             self.costs,
             ranks,
@@ -335,12 +351,12 @@ class _Planner:
             may_run_ahead=self.plan.run_ahead is None,
             allowed=allowed,
         )
-        program = compile_plan(resolve_plan(found.plan), streams=self.streams)
+        program = compile_plan(resolve_plan(chosen.plan), streams=self.streams)
         # The search compares steps only; the parts and the floor are computed once, for the final
         # plan.
         step = rank_step(program, self.costs, ranks)
         reasons = (*free.why, step.format(), why)
-        return replace(free, plan=found.plan, ii_us=step.work_us, why=reasons, ranks=step)
+        return replace(free, plan=chosen.plan, ii_us=step.work_us, why=reasons, ranks=step)
 
     def _of_less_depth(self, free: Choice) -> Iterator[Choice]:
         yield free
@@ -377,10 +393,10 @@ def _keeps(plan: PipelinePlan, effects: EffectTable, streams: bool) -> bool:
     return not violations(required_orders(effects, plan.stale, plan.newer), [before])
 
 
-def shared_with_body(found: Iterable[Conflict]) -> dict[str, set[Location]]:
+def shared_with_body(pairs: Iterable[Conflict]) -> dict[str, set[Location]]:
     """Return the locations that each task shares with the loop's body; these tasks stay with it."""
     shared: dict[str, set[Location]] = {}
-    for each in found:
+    for each in pairs:
         if each.consumer == BODY and each.producer not in OTHERS and each.place != DRAWS:
             shared.setdefault(each.producer, set()).add(each.place)
     return shared
@@ -393,26 +409,25 @@ def beside_the_others(limits: Limits, effects: EffectTable) -> tuple[Limits, lis
         limits: The limits given.
         effects: The effects of the tasks, of the loader and, if there is one, of the body.
     """
-    found = conflicts(effects)
-    shared = shared_with_body(found)
+    pairs = conflicts(effects)
+    shared = shared_with_body(pairs)
     # A conflict of the pull with another consumer or producer forbids that it runs ahead of them.
-    pulls_in_turn = any(PULL in each[:2] and each.consumer != each.producer for each in found)
+    pulls_in_turn = any(PULL in each[:2] and each.consumer != each.producer for each in pairs)
     # Undeclared tasks need a declaration; declared ones share a named state. The advice differs.
     silent = [name for name in shared if effects[name].undeclared]
     why = []
     named = [name for name in shared if name not in silent]
     if silent:
-        alone = len(silent) == 1
+        touch = "it touches" if len(silent) == 1 else "they touch"
         why.append(
-            f"{listed(silent)} {'stays' if alone else 'stay'} with the loop's body, since nothing "
-            f"is declared of what {'it touches' if alone else 'they touch'}: say pure=True, or "
-            "name the states in io."
+            f"{_stay(silent)}, since nothing is declared of what {touch}: say pure=True, or name "
+            "the states in io."
         )
     if named:
         states = sorted({str(place) for name in named for place in shared[name]})
         why.append(
-            f"{listed(named)} {'stays' if len(named) == 1 else 'stay'} with the loop's body, which "
-            f'may touch {listed(states)}: say others="" of a state that it does not touch.'
+            f"{_stay(named)}, which may touch {listed(states)}: say "
+            'others="" of a state that it does not touch.'
         )
     if pulls_in_turn:
         limits = replace(limits, in_flight=1)
@@ -428,11 +443,11 @@ def _least(search: Search, limits: Limits) -> FoundPlan:
     best = search.best(limits.threads, limits.in_flight)
     # Tighten one limit at a time: first the depth, since each iteration in flight holds a batch in
     # memory, then the threads.
-    while best.depth > 1 and (found := _beating(best, search, limits.threads, best.depth - 1)):
-        best = found
+    while best.depth > 1 and (better := _beating(best, search, limits.threads, best.depth - 1)):
+        best = better
     for threads in range(1, best.schedule.threads):
-        if found := _beating(best, search, threads, best.depth):
-            return found
+        if better := _beating(best, search, threads, best.depth):
+            return better
     return best
 
 
@@ -441,8 +456,8 @@ def _beating(best: FoundPlan, search: Search, threads: int, depth: int) -> Found
     # The bound is cheap, and often proves that the limits are too tight.
     if search.bound_us(threads, depth) > best.ii_us * (1 + TOLERANCE):
         return None
-    found = search.reach(best.ii_us, threads, depth, share=0.5)
-    return found if found is not None and found.beats(best) else None
+    better = search.reach(best.ii_us, threads, depth, share=0.5)
+    return better if better is not None and better.beats(best) else None
 
 
 def _admits(graph: ScheduleGraph, limits: Limits) -> None:
@@ -454,6 +469,9 @@ def _admits(graph: ScheduleGraph, limits: Limits) -> None:
     """
     reaching = [(graph.names[c], graph.names[p]) for c, p, d in graph.deps if d < 0]
     pairs = ", ".join(f"{c} after {p}" for c, p in reaching)
+    # The tasks that would have to be in a later stage than the frozen tasks.
+    stages = least_stages(graph.deps, dict.fromkeys(graph.frozen, 0))
+    late = [graph.names[v] for v, stage in stages.items() if stage > 0]
     least = max(graph.least_stages) + 1
     if least > limits.in_flight:
         text = (
@@ -461,7 +479,7 @@ def _admits(graph: ScheduleGraph, limits: Limits) -> None:
             f"same_period_deps reach into later iterations ({pairs}); set in_flight to {least} or "
             "more"
         )
-    elif late := _behind_the_last(graph):
+    elif late:
         text = (
             f"the limits freeze {listed(sorted(graph.names[v] for v in graph.frozen))} in the last "
             f"stage, but {listed(late)} must be in a later one: same_period_deps reach into later "
@@ -470,18 +488,6 @@ def _admits(graph: ScheduleGraph, limits: Limits) -> None:
     else:
         return
     raise PlanError([Problem(text, tuple(dict.fromkeys(n for pair in reaching for n in pair)))])
-
-
-def _behind_the_last(graph: ScheduleGraph) -> list[str]:
-    """Return the tasks that would have to be in a later stage than the frozen tasks."""
-    stages = dict.fromkeys(graph.frozen, 0)
-    # Longest paths by Bellman-Ford. At most ``size`` rounds: there may be a cycle.
-    for _ in range(graph.size if any(d < 0 for _, _, d in graph.deps) else 0):
-        for consumer, producer, distance in graph.deps:
-            if producer in stages:
-                least = stages[producer] - distance
-                stages[consumer] = max(stages.get(consumer, least), least)
-    return [graph.names[v] for v, stage in stages.items() if stage > 0]
 
 
 def _smaller(plan: PipelinePlan, *, streams: bool) -> Iterator[PipelinePlan]:
@@ -497,8 +503,12 @@ def _smaller(plan: PipelinePlan, *, streams: bool) -> Iterator[PipelinePlan]:
 # ------------------------------------------------------------------------------------------ words
 
 
+def _stay(names: Sequence[str]) -> str:
+    return f"{listed(names)} stay{'s' * (len(names) == 1)} with the loop's body"
+
+
 def _above(ii_us: float, bounds: Bounds) -> str:
-    gap = ii_us / bounds.ii_us - 1 if bounds.ii_us else 0.0
+    gap = bounds.gap(ii_us)
     above = "optimal by these costs:" if gap < 1e-6 else f"{gap:.2%} above"
     bound = f"the lower bound of {in_ms(bounds.ii_us)}, which is set by {bounds.limiting}"
     return f"The predicted interval is {above} {bound}."

@@ -65,6 +65,10 @@ class Bounds:
         """The greater of the two bounds."""
         return max(self.res_mii_us, self.rec_mii_us)
 
+    def gap(self, ii_us: float) -> float:
+        """Return the relative distance of an interval from ``ii_us``; 0.01 is 1%."""
+        return ii_us / self.ii_us - 1 if self.ii_us else 0.0
+
     @property
     def limiting(self) -> str:
         """The resource or the cycle that sets ``ii_us``, in words."""
@@ -157,7 +161,7 @@ def least_load(graph: ScheduleGraph, threads: int) -> float:
     free = [v for v in range(graph.size) if v not in graph.frozen]
     work = sorted((graph.host_us[v] for v in free), reverse=True)
     load = [0.0] * threads
-    load[0] = sum(graph.host_us[v] for v in graph.frozen)
+    load[0] = graph.frozen_us
     if graph.pull_group is None:
         load[0] += graph.pull_us
     total = load[0] + sum(work)

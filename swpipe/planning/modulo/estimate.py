@@ -62,9 +62,8 @@ class Estimator:
         self.threads = threads
         self.depth = depth
         self.ii_us = math.inf
-        self._rows = threads + len(graph.resources)
-        names = dict(zip(graph.resources, range(threads, self._rows), strict=True))
-        self._callers_row = names.get(CALLERS_STREAM, -1)
+        self._rows = threads + len(graph.uses)
+        self._callers_row = -1
         # All that does not depend on the schedule is computed once, because ``cost`` runs for each
         # move.
         into: list[list[_Into]] = [[] for _ in range(2 * n)]
@@ -72,12 +71,14 @@ class Estimator:
             if tail % n != head % n or head >= n:
                 over = graph.handover_us if head < n else 0.0
                 into[head].append(_Into(tail, tail % n, time_us, over, distance))
-        held = [[(threads + row, us) for row, us in of] for of in graph.reservations]
-        for v, launch_us in enumerate(graph.launch_us):
-            # Row -1 stands for the thread of the task, which the schedule chooses.
-            held[v].insert(0, (-1, launch_us))
-        for v in graph.blocks:
-            held[n + v].insert(0, (-1, graph.device_us[v]))
+        # Row -1 stands for the thread of the task, which the schedule chooses.
+        held = [[(-1, us)] for us in graph.launch_us]
+        held += [[(-1, us)] if v in graph.blocks else [] for v, us in enumerate(graph.device_us)]
+        for row, (name, uses) in enumerate(graph.uses.items(), threads):
+            if name == CALLERS_STREAM:
+                self._callers_row = row
+            for operation, us in uses.items():
+                held[operation].append((row, us))
         # A task's host work (number v) comes before its device work (number n + v).
         operations = 2 * n if graph.streams else n
         self._operations = [
@@ -159,11 +160,11 @@ class Estimator:
     def critical(self) -> list[int]:
         """Return the tasks that set the last estimate's interval, each waiting for the next."""
         operation = self._limiting
-        found = []
+        tasks = []
         while operation >= 0:
-            found.append(operation % self.graph.size)
+            tasks.append(operation % self.graph.size)
             operation = self._cause[operation]
-        return found or list(range(self.graph.size))
+        return tasks or list(range(self.graph.size))
 
     def _row_time(
         self, free: Sequence[float], first: Sequence[float], last: Sequence[int]
@@ -216,7 +217,8 @@ class Estimator:
         us = max(us, closed)
         if graph.streams:
             ends = [at[n + v] + device for v, device in enumerate(graph.device_us)]
-            of_oldest = (ends[v] for v in range(n) if stage[v] == oldest or not graph.stream[v])
+            callers = graph.on_callers_stream
+            of_oldest = (ends[v] for v in range(n) if stage[v] == oldest or v in callers)
             done = max([closed, *of_oldest])
             late = [max(host, end - done) for host, end in zip(late, ends, strict=True)]
             if graph.run_ahead is not None:

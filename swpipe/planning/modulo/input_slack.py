@@ -14,8 +14,9 @@ much is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 from swpipe._engine.program import compile_plan
@@ -26,6 +27,7 @@ from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.resolved import dependences_of, resolve_plan
 from swpipe.errors import PlanError
 from swpipe.planning.limits import Limits
+from swpipe.planning.modulo.modulo_schedule import ahead_of
 from swpipe.planning.rank_simulation import step_us
 from swpipe.planning.ranks import Ranks
 
@@ -44,11 +46,6 @@ class SlackPlan(NamedTuple):
     plan: PipelinePlan
     slack: int
     step_us: float
-
-    @property
-    def ahead(self) -> int:
-        """The number of iterations from the last that the device has finished to the newest."""
-        return self.plan.depth + (self.plan.launch_limit or 0)
 
     @property
     def words(self) -> str:
@@ -90,9 +87,11 @@ def with_slack(
         program = compile_plan(resolve_plan(candidate), streams=streams)
         return SlackPlan(candidate, slack, step_us(program, costs, ranks))
 
+    def trials(candidates: Iterable[tuple[PipelinePlan, int]]) -> Iterator[SlackPlan]:
+        return (simulated(*candidate) for candidate in candidates if allowed(candidate[0]))
+
     ahead = _RUN_AHEAD if streams and may_run_ahead and plan.names_streams else ()
     given = simulated(plan, 0)
-    found = [given]
     candidates = [
         (candidate, slack)
         for slack in range(limits.in_flight - plan.depth + 1)
@@ -100,22 +99,20 @@ def with_slack(
         for candidate in _plans(replace(plan, run_ahead=run_ahead), costs, ranks, limits, slack)
         if candidate != plan
     ]
-    # Smallest first: by iterations on the way to the device, then by batches of slack.
-    candidates.sort(key=lambda one: (one[0].depth + (one[0].launch_limit or 0), one[1]))
-    for candidate, slack in reversed(candidates):
-        if allowed(candidate):
-            found.append(simulated(candidate, slack))
-            break
+    # Smallest first: by iterations on the way to the device, then by batches of slack. So
+    # ``run_ahead``, which keeps the plan's depth, is preferred to as much slack.
+    candidates.sort(key=lambda candidate: (ahead_of(candidate[0]), candidate[1]))
     # The largest plan that is allowed absorbs most, so it shows what can be gained. A simulation of
     # ranks takes long: the search stops at the first plan that is as good.
-    goal_us = min(one.step_us for one in found) * (1 + _AS_GOOD)
-    for candidate, slack in candidates if given.step_us > goal_us else ():
-        if allowed(candidate):
-            found.append(simulated(candidate, slack))
-            if found[-1].step_us <= goal_us:
-                break
-    most_us = min(one.step_us for one in found) * (1 + _AS_GOOD)
-    best = min((one for one in found if one.step_us <= most_us), key=lambda one: one.ahead)
+    tried = [given, *islice(trials(reversed(candidates)), 1)]
+    goal_us = min(trial.step_us for trial in tried) * (1 + _AS_GOOD)
+    for trial in trials(candidates) if given.step_us > goal_us else ():
+        tried.append(trial)
+        if trial.step_us <= goal_us:
+            break
+    most_us = min(trial.step_us for trial in tried) * (1 + _AS_GOOD)
+    as_good = [trial for trial in tried if trial.step_us <= most_us]
+    best = min(as_good, key=lambda trial: ahead_of(trial.plan))
     if best is given:
         return best, "More input slack takes no waiting away."
     return best, best.why(given.step_us, ranks)
@@ -172,6 +169,6 @@ def _inputs(
     slow = before & {*ranks.slow}
     while needed := {p for c, p in deps if c in slow} - slow:
         slow |= needed
-    found = [slow] if slow else []
-    found += [set()] * (PULL in ranks.slow)
-    return found or [before]
+    inputs = [slow] if slow else []
+    inputs += [set()] * (PULL in ranks.slow)
+    return inputs or [before]

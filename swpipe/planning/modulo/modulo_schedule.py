@@ -40,6 +40,11 @@ class ModuloSchedule:
         return replace(self, stage=tuple(stage - first for stage in self.stage))
 
 
+def ahead_of(plan: PipelinePlan) -> int:
+    """Return the number of iterations from the last that the device has finished to the newest."""
+    return plan.depth + (plan.launch_limit or 0)
+
+
 def serial_schedule(graph: ScheduleGraph) -> ModuloSchedule:
     """Return the schedule of all tasks on the caller's thread, in as few stages as possible."""
     stages = graph.least_stages

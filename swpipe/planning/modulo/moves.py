@@ -62,7 +62,7 @@ class MovableSchedule:
         self.order = list(schedule.order)
         self.thread = list(schedule.thread)
         self.stage = list(schedule.stage)
-        self._kept = (schedule.order, schedule.thread, schedule.stage)
+        self._accepted = schedule
 
     @property
     def schedule(self) -> ModuloSchedule:
@@ -71,11 +71,13 @@ class MovableSchedule:
 
     def keep(self) -> None:
         """Accept the current schedule: ``undo`` returns to it."""
-        self._kept = (tuple(self.order), tuple(self.thread), tuple(self.stage))
+        self._accepted = self.schedule
 
     def undo(self) -> None:
         """Return to the schedule that was accepted last."""
-        self.order[:], self.thread[:], self.stage[:] = self._kept
+        self.order[:] = self._accepted.order
+        self.thread[:] = self._accepted.thread
+        self.stage[:] = self._accepted.stage
 
     def move(self, task: int, *, to_threads: bool) -> bool:
         """Make a random move of a task. Returns False if there is none; call ``undo`` then."""
@@ -210,11 +212,11 @@ class MovableSchedule:
     def _along(self, tasks: Sequence[int], arcs: Sequence[Iterable[tuple[int, int]]]) -> set[int]:
         """Return the first of the tasks, and those that dependences of lag 0 tie to it."""
         stage = self.stage
-        found = {tasks[0]}
+        along = {tasks[0]}
         way = 1 if arcs is self._graph.producers else -1
         for task in tasks[1:]:
             for other, distance in arcs[task]:
-                if other in found and (stage[task] - stage[other]) * way + distance == 0:
-                    found.add(task)
+                if other in along and (stage[task] - stage[other]) * way + distance == 0:
+                    along.add(task)
                     break
-        return found
+        return along

@@ -17,7 +17,7 @@ them: the planner chooses them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
@@ -49,13 +49,6 @@ class OperationEdge(NamedTuple):
     distance: int
 
 
-class Reservation(NamedTuple):
-    """The exclusive use of a resource by an operation, for the first ``time_us`` of its time."""
-
-    resource: int
-    time_us: float
-
-
 @dataclass(frozen=True)
 class ScheduleGraph:
     """The operations, dependences and resources of a loop; tasks are numbers in the plan's order.
@@ -67,9 +60,9 @@ class ScheduleGraph:
         launch_us: The time of each task on its thread before its device work.
         device_us: The time of each task on its stream; 0 without streams.
         blocks: The tasks whose thread waits for their device work.
-        stream: The number of each task's stream; 0 for the caller's, -1 without one.
-        resources: The name of each resource.
-        reservations: The reservations of each operation; ``2 * size`` entries.
+        on_callers_stream: The tasks whose device work is on the caller's stream.
+        uses: For each resource, the operations that reserve it, and for how many microseconds from
+            their start.
         edges: Dependences between operations, edges from host work to device work, and edges that
             keep frozen tasks in one period.
         deps: The dependences between tasks, as (consumer, producer, distance).
@@ -90,9 +83,8 @@ class ScheduleGraph:
     launch_us: tuple[float, ...]
     device_us: tuple[float, ...]
     blocks: frozenset[int]
-    stream: tuple[int, ...]
-    resources: tuple[str, ...]
-    reservations: tuple[tuple[Reservation, ...], ...]
+    on_callers_stream: frozenset[int]
+    uses: Mapping[str, Mapping[int, float]]
     edges: tuple[OperationEdge, ...]
     deps: tuple[tuple[int, int, int], ...]
     frozen: frozenset[int]
@@ -107,6 +99,11 @@ class ScheduleGraph:
     def size(self) -> int:
         """The number of tasks."""
         return len(self.names)
+
+    @property
+    def frozen_us(self) -> float:
+        """The host time of the frozen tasks, which are all on the caller's thread."""
+        return sum(self.host_us[v] for v in self.frozen)
 
     @cached_property
     def producers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -132,11 +129,10 @@ class ScheduleGraph:
     @cached_property
     def users(self) -> dict[str, dict[int, float]]:
         """For each resource, the tasks that reserve it, and for how many microseconds."""
-        users: dict[str, dict[int, float]] = {name: {} for name in self.resources}
-        for operation, reserved in enumerate(self.reservations):
-            for each in reserved:
-                users[self.resources[each.resource]][operation % self.size] = each.time_us
-        return users
+        return {
+            name: {operation % self.size: us for operation, us in sorted(uses.items())}
+            for name, uses in self.uses.items()
+        }
 
 
 def schedule_graph(
@@ -155,19 +151,14 @@ def schedule_graph(
     task_costs = list(costs.of(names).values())
     deps = tuple((index[d.consumer], index[d.producer], d.distance) for d in resolved.dependences)
     frozen = frozenset(index[name] for name in limits.frozen)
-    of = [streams and not is_host(entry.stream) for entry in plan.schedule.values()]
-    each = list(zip(task_costs, of, strict=True))
+    on_stream = [streams and not is_host(entry.stream) for entry in plan.schedule.values()]
+    each = list(zip(task_costs, on_stream, strict=True))
     # A task that blocks occupies its thread until its device work is done. Without a stream the
     # device work is done on the thread.
     host = tuple(c.host_us if on and not c.blocks else c.total_us for c, on in each)
     launch = tuple(c.host_us if on else c.total_us for c, on in each)
     device = tuple(c.device_us if on else 0.0 for c, on in each)
     blocks = frozenset(v for v, (c, on) in enumerate(each) if on and c.blocks)
-    numbers: dict[object, int] = {None: 0}
-    stream = tuple(
-        numbers.setdefault(entry.stream, len(numbers)) if on else -1
-        for entry, on in zip(plan.schedule.values(), of, strict=True)
-    )
     # Host work follows host work for each dependence: the engine launches in this order, even if
     # only the device has to wait.
     edges = [OperationEdge(p, c, host[p], d) for c, p, d in deps]
@@ -181,7 +172,6 @@ def schedule_graph(
     # Frozen tasks share a period and a thread: those of the next iteration begin when all of this
     # one have ended. An edge of distance 1 between each pair says so.
     edges += [OperationEdge(u, v, host[u], 1) for u, v in permutations(sorted(frozen), 2)]
-    resources, reservations = _reservations(plan, task_costs, host, streams, limits.threads > 1)
     return ScheduleGraph(
         names=names,
         streams=streams,
@@ -189,14 +179,17 @@ def schedule_graph(
         launch_us=launch,
         device_us=device,
         blocks=blocks,
-        stream=stream,
-        resources=resources,
-        reservations=reservations,
+        on_callers_stream=frozenset(
+            v
+            for v, entry in enumerate(plan.schedule.values())
+            if on_stream[v] and entry.stream is None
+        ),
+        uses=_uses(plan, task_costs, on_stream, host, threaded=limits.threads > 1),
         edges=tuple(edges),
         deps=deps,
         frozen=frozen,
         serial=tuple(index[name] for name in resolved.serial_order),
-        least_stages=_least_stages(n, deps),
+        least_stages=tuple(least_stages(deps, dict.fromkeys(range(n), 0)).values()),
         handover_us=costs.handover_us,
         pull_us=costs.tasks.get(PULL, TaskCost()).total_us,
         pull_group=plan.pull_group,
@@ -204,50 +197,55 @@ def schedule_graph(
     )
 
 
-def _reservations(
+def _uses(
     plan: PipelinePlan,
     costs: Sequence[TaskCost],
-    host: Sequence[float],
-    streams: bool,
+    on_stream: Sequence[bool],
+    host_us: Sequence[float],
+    *,
     threaded: bool,
-) -> tuple[tuple[str, ...], tuple[tuple[Reservation, ...], ...]]:
-    """Return the resources that several operations reserve, and each operation's reservations."""
-    users: dict[str, list[tuple[int, float]]] = defaultdict(list)
+) -> Mapping[str, Mapping[int, float]]:
+    """Return the operations that reserve each resource, with their times."""
+    uses: dict[str, dict[int, float]] = defaultdict(dict)
     n = len(costs)
     for v, (entry, cost) in enumerate(zip(plan.schedule.values(), costs, strict=True)):
-        has_stream = streams and not is_host(entry.stream)
-        for resource in dict.fromkeys(cost.resources):
-            # As in the simulator: a resource is held during the device work, or the host work if
-            # there is none.
-            on_device = has_stream and cost.device_us > 0
-            users[f"resource {resource!r}"].append(
-                (n + v, cost.device_us) if on_device else (v, host[v])
-            )
-        if has_stream:
+        # As in the simulator: a resource is held during the device work, or the host work if there
+        # is none.
+        on_device = on_stream[v] and cost.device_us > 0
+        for resource in cost.resources:
+            operation = n + v if on_device else v
+            uses[f"resource {resource!r}"][operation] = cost.device_us if on_device else host_us[v]
+        if on_stream[v]:
             stream = f"stream {stream_name(entry.stream)!r}"
-            users[stream].append((n + v, cost.device_us))
+            uses[stream][n + v] = cost.device_us
             # Tasks of one named stream are submitted in period order, also from several threads.
             if entry.stream is not None and threaded:
-                users[f"submission to {stream}"].append((v, host[v]))
+                uses[f"submission to {stream}"][v] = host_us[v]
         if cost.gil_us and threaded:
-            users[LOCK].append((v, cost.gil_us))
+            uses[LOCK][v] = cost.gil_us
         if entry.globally_ordered and threaded:
-            users[TURN].append((v, host[v]))
+            uses[TURN][v] = host_us[v]
     # A resource of a single host operation restricts nothing. A stream is kept even with one task:
     # it is a row of the estimate.
-    shared = [name for name, uses in users.items() if len(uses) > 1 or uses[0][0] >= n]
-    found: list[list[Reservation]] = [[] for _ in range(2 * n)]
-    for number, name in enumerate(shared):
-        for operation, time_us in users[name]:
-            found[operation].append(Reservation(number, time_us))
-    return tuple(shared), tuple(map(tuple, found))
+    return {name: of for name, of in uses.items() if len(of) > 1 or min(of) >= n}
 
 
-def _least_stages(size: int, deps: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
-    # Longest paths over negative distances, by Bellman-Ford.
-    stages = [0] * size
-    if any(d < 0 for _, _, d in deps):
-        for _ in range(size):
-            for c, p, d in deps:
-                stages[c] = max(stages[c], stages[p] - d)
-    return tuple(stages)
+def least_stages(deps: Sequence[tuple[int, int, int]], given: Mapping[int, int]) -> dict[int, int]:
+    """Return the least stages that follow from dependences, if some tasks are in given stages.
+
+    Args:
+        deps: (consumer, producer, distance): the consumer's stage is at least the producer's stage
+            minus the distance.
+        given: Least stages of some tasks. Tasks that do not depend on them are left out.
+    """
+    stages = dict(given)
+    # Longest paths by Bellman-Ford; no path takes more steps than there are dependences.
+    for _ in deps:
+        before = dict(stages)
+        for consumer, producer, distance in deps:
+            if producer in stages:
+                least = stages[producer] - distance
+                stages[consumer] = max(stages.get(consumer, least), least)
+        if stages == before:
+            break
+    return stages

@@ -20,7 +20,12 @@ from swpipe.errors import InternalError
 from swpipe.planning.modulo.annealing import Annealer
 from swpipe.planning.modulo.bounds import bounds_of
 from swpipe.planning.modulo.estimate import Estimator
-from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, plan_of, serial_schedule
+from swpipe.planning.modulo.modulo_schedule import (
+    ModuloSchedule,
+    ahead_of,
+    plan_of,
+    serial_schedule,
+)
 from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph
 from swpipe.planning.modulo.starts import starts
 from swpipe.planning.simulation.interval import interval_us
@@ -53,22 +58,17 @@ class FoundPlan:
         return self.plan.depth - (self.plan.pull_group is not None)
 
     @property
-    def ahead(self) -> int:
-        """The number of iterations from the last that the device has finished to the newest."""
-        return self.plan.depth + (self.plan.launch_limit or 0)
+    def size(self) -> tuple[int, int, int]:
+        """The iterations ahead, each of which holds a batch, then threads, then parts."""
+        return ahead_of(self.plan), self.schedule.threads, self.schedule.parts
 
     def beats(self, other: FoundPlan) -> bool:
-        """Return whether this plan is better: by interval, then ``ahead``, threads, and parts."""
+        """Return whether this plan is better: by interval, then by size."""
         if self.ii_us < other.ii_us * (1 - TOLERANCE):
             return True
         if self.ii_us > other.ii_us * (1 + TOLERANCE):
             return False
-        mine = self.schedule
-        others = other.schedule
-        # Among equal intervals, less memory is better first (each iteration ahead holds a batch),
-        # then fewer threads, then tasks that stay together.
-        size = (self.ahead, mine.threads, mine.parts)
-        return size < (other.ahead, others.threads, others.parts)
+        return self.size < other.size
 
 
 class Search:
@@ -100,9 +100,9 @@ class Search:
         if best.ii_us <= bound_us * (1 + TOLERANCE):
             return best
         rest = self._work * _LIMITS_SHARE
-        found = self.reach(bound_us, threads, depth, share=1 - _LIMITS_SHARE)
+        better = self.reach(bound_us, threads, depth, share=1 - _LIMITS_SHARE)
         self._work = rest
-        return found if found is not None and found.beats(best) else best
+        return better if better is not None and better.beats(best) else best
 
     def reach(self, goal_us: float, threads: int, depth: int, share: float) -> FoundPlan | None:
         """Return the first plan found that reaches ``goal_us``, or else the best one.
@@ -112,8 +112,8 @@ class Search:
 
         def simulate(schedule: ModuloSchedule, enough_us: float) -> float:
             # The annealer's schedules may begin at a later stage, which a plan must not.
-            found = self.simulated(schedule.from_stage_0(), depth, enough_us)
-            return math.inf if found is None else found.ii_us
+            trial = self.simulated(schedule.from_stage_0(), depth, enough_us)
+            return math.inf if trial is None else trial.ii_us
 
         # The annealer works on estimates; the plan returned is simulated once more, without a
         # limit, so that its interval is exact.
@@ -127,10 +127,10 @@ class Search:
     def serial(self) -> FoundPlan:
         """Return the plan of the serial schedule, in which only the device overlaps work."""
         schedule = serial_schedule(self.graph)
-        found = self.simulated(schedule, max(schedule.stage) + 1)
-        if found is None:
+        serial_plan = self.simulated(schedule, max(schedule.stage) + 1)
+        if serial_plan is None:
             raise InternalError("the least stages do not say what same_period_deps ask for")
-        return found
+        return serial_plan
 
     def simulated(
         self, schedule: ModuloSchedule, depth: int, enough_us: float = math.inf
@@ -146,39 +146,39 @@ class Search:
         ii_us = interval_us(plan, self._costs, streams=streams, enough_us=enough_us)
         return FoundPlan(schedule, plan, ii_us)
 
-    def together(self, found: FoundPlan, slack: float) -> FoundPlan:
+    def together(self, best: FoundPlan, slack: float) -> FoundPlan:
         """Return the plan with tasks of one stage joined on one thread where that is no slower.
 
         The interval may grow by the fraction ``slack``.
         """
-        most_us = found.ii_us * (1 + slack + TOLERANCE)
-        parts = sorted(set(zip(found.schedule.stage, found.schedule.thread, strict=True)))
+        most_us = best.ii_us * (1 + slack + TOLERANCE)
+        parts = sorted(set(zip(best.schedule.stage, best.schedule.thread, strict=True)))
         # Pairs of parts in one stage. The lower thread is the target first, so that work goes to
         # the caller's thread if it can.
         for (stage, target), (other, source) in permutations(parts, 2):
             if stage == other:
-                pairs = zip(found.schedule.stage, found.schedule.thread, strict=True)
+                pairs = zip(best.schedule.stage, best.schedule.thread, strict=True)
                 moved = [
                     target if (s, k) == (stage, source) and v not in self.graph.frozen else k
                     for v, (s, k) in enumerate(pairs)
                 ]
-                schedule = replace(found.schedule, thread=tuple(moved))
-                if schedule.parts < found.schedule.parts and self._fits(schedule, most_us):
-                    tidy = self.simulated(schedule, found.depth)
+                schedule = replace(best.schedule, thread=tuple(moved))
+                if schedule.parts < best.schedule.parts and self._fits(schedule, most_us):
+                    tidy = self.simulated(schedule, best.depth)
                     if tidy is not None and tidy.ii_us <= most_us:
-                        found = tidy
-        return found
+                        best = tidy
+        return best
 
-    def further_ahead(self, found: FoundPlan) -> FoundPlan:
+    def further_ahead(self, best: FoundPlan) -> FoundPlan:
         """Return the plan with the least ``run_ahead`` that gives the shortest interval."""
         # The schedule stays the same. Only the limit on launches ahead changes, and each value is
         # simulated.
         if self._base.run_ahead is None and self.graph.streams and self.graph.run_ahead is not None:
             for ahead in range(self.graph.run_ahead + 1, MOST_AHEAD + 1):
-                plan = replace(found.plan, run_ahead=ahead)
-                more = FoundPlan(found.schedule, plan, interval_us(plan, self._costs, streams=True))
-                found = more if more.beats(found) else found
-        return found
+                plan = replace(best.plan, run_ahead=ahead)
+                more = FoundPlan(best.schedule, plan, interval_us(plan, self._costs, streams=True))
+                best = more if more.beats(best) else best
+        return best
 
     def _fits(self, schedule: ModuloSchedule, most_us: float) -> bool:
         """Return whether every thread's host work is at most ``most_us``."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from swpipe.core.dependence import CycleError
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, period_order_of
-from swpipe.planning.modulo.schedule_graph import ScheduleGraph
+from swpipe.planning.modulo.schedule_graph import ScheduleGraph, least_stages
 
 _MIXED = 0.5
 """The fraction by which tasks may count as shorter than they are, to vary their order."""
@@ -24,17 +24,17 @@ _MIXED = 0.5
 
 def starts(graph: ScheduleGraph, threads: int, depth: int) -> list[ModuloSchedule]:
     """Return schedules to start from; none if so few iterations in flight admit no schedule."""
-    found: list[ModuloSchedule] = []
+    schedules: list[ModuloSchedule] = []
     for late in (False, True):
         # Fewer parts than the depth if dependences forbid so many.
         for parts in range(depth, 0, -1):
             stages = _stages(graph, depth, parts, late=late)
             schedule = _in_order(graph, stages, threads) if stages else None
             if schedule is not None:
-                if schedule not in found:
-                    found.append(schedule)
+                if schedule not in schedules:
+                    schedules.append(schedule)
                 break
-    return found
+    return schedules
 
 
 def _stages(graph: ScheduleGraph, depth: int, parts: int, *, late: bool) -> list[int] | None:
@@ -46,9 +46,8 @@ def _stages(graph: ScheduleGraph, depth: int, parts: int, *, late: bool) -> list
     middle = [(p + t / 2) / longest for p, t in zip(path, time, strict=True)]
     stages = [min(parts - 1, int((1 - m if late else m) * parts)) for m in middle]
     for _ in range(2 * graph.size + 4):
-        before = list(stages)
-        for consumer, producer, distance in graph.deps:
-            stages[consumer] = max(stages[consumer], stages[producer] - distance)
+        before = stages
+        stages = [*least_stages(graph.deps, dict(enumerate(before))).values()]
         # Repeat until nothing changes: dependences and frozen tasks move each other to later
         # stages.
         for v in graph.frozen:
@@ -84,7 +83,7 @@ def _in_order(graph: ScheduleGraph, stages: Sequence[int], threads: int) -> Modu
         return None
     load = [0.0] * threads
     thread = [0] * graph.size
-    load[0] = sum(graph.host_us[v] for v in graph.frozen)
+    load[0] = graph.frozen_us
     for v in order:
         if v not in graph.frozen:
             thread[v] = load.index(min(load))
@@ -101,7 +100,7 @@ def distributed(
     """
     load = [0.0] * threads
     thread = [0] * graph.size
-    load[0] = sum(graph.host_us[v] for v in graph.frozen)
+    load[0] = graph.frozen_us
     # Placing the longest tasks first fills threads evenly; the random factor varies the result.
     key = [us * (1 - _MIXED * random()) for us in graph.host_us]
     for v in sorted(range(graph.size), key=key.__getitem__, reverse=True):

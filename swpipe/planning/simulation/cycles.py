@@ -120,8 +120,8 @@ def _positive_cycle(nodes: int, arcs: Sequence[Arc], time: int, distance: int) -
         if not changed:
             return None
         # Look for a cycle after each round instead of after all: it is usually there soon.
-        if (found := _cycle_in(into)) is not None:
-            return found
+        if (cycle := _cycle_in(into)) is not None:
+            return cycle
     rule = "use fewer tasks, or fewer dependences between iterations"
     raise PlanError([Problem(f"cycles of {nodes} steps take too long to search: {rule}")])
 

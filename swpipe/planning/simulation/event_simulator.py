@@ -1,8 +1,8 @@
 """Discrete-event simulation of a timed graph, which computes each node's start and end in a run.
 
-    ready ──> starts at once                      if it is not contended
-          ──> waits for its turn in a queue, in the order of launch
-          ──> waits for its resources, then for the interpreter lock, in the order of ready times
+    uncontended   ready ──────────────────────────────────────────> starts at once
+    contended     ready ──> heap ──> resources ──> lock ──────────> starts
+    on a queue    launched ──> heap ──> last in its queues ──> the one ahead ends ──> ready
 
 A node's execution in one period is ready once all its predecessors have ended. If it is not
 contended, its end is computed at once, however far ahead in time. Contended executions wait in a
@@ -25,7 +25,9 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from enum import IntEnum
+from itertools import count
 from typing import TypeAlias
 
 from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph
@@ -34,29 +36,57 @@ UNBOUNDED = sys.maxsize
 """The number of iterations of a run that has no last iteration."""
 
 
-class _Request(IntEnum):
+class _Kind(IntEnum):
+    """The kind of a request: to enter queues, to take resources, or to take the lock."""
+
     LAUNCH = 0
     HOLD = 1
     LOCK = 2
 
 
-_HELD = -1
-"""The free time of a resource whose holder waits for the lock: not known yet."""
+_Request: TypeAlias = tuple[int, int, _Kind]
+"""The time of a request, its execution, and its kind."""
 
-_LOCK = 0
-"""The number of the interpreter lock among the resources."""
+
+_OutArc: TypeAlias = tuple[int, int, int | None]
+"""An arc relative to its tail.
+
+The offset to the head's execution; the ticks in addition to the tail's own time; and, for arcs that
+apply only if both iterations exist, the offset between the iterations.
+"""
+
+# Plain tuples, because the inner loop unpacks them: Python unpacks a named tuple more slowly.
+_Step: TypeAlias = tuple[int, int, tuple[int, ...], _Kind | None, list[_OutArc]]
+"""A node's stage, time, times of sampled iterations, kind of request, and arcs."""
+
+
+class _Resource:
+    """A contended resource, or the interpreter lock.
+
+    Attributes:
+        free: The time from which it is free; None while its holder waits for the lock, because the
+            holder's end is not known then.
+        waiting: The requests that were made meanwhile.
+    """
+
+    __slots__ = ("free", "waiting")
+
+    def __init__(self) -> None:
+        self.free: int | None = 0
+        self.waiting: list[_Request] = []
 
 
 class EventSimulator:
     """A run of a timed graph that is simulated step by step.
 
-    An execution is a node's turn in one period; its number is ``period * nodes + node``.
+    An execution is a node's turn in one period; its number is ``period * size + node``.
 
     Args:
         graph: The graph to simulate; a graph without contention needs a bounded run.
         iterations: The number of iterations; may be ``UNBOUNDED``.
 
     Attributes:
+        size: The number of nodes.
         start: The start of each execution, in ticks since the first period began. While its end is
             unknown, the time at which its predecessors so far have ended.
         end: The end of each execution, in ticks; -1 while unknown.
@@ -66,55 +96,38 @@ class EventSimulator:
         self.graph = graph
         self.iterations = iterations
         self.size = len(graph.nodes)
-        self._reach = graph.reach
-        self.limit = self.size * (iterations + graph.depth - 1)
         self.start: list[int] = []
         self.end: list[int] = []
-        # ``_pending`` counts the predecessors of each execution that have not ended.
+        self._reach = graph.reach
+        self._limit = self.size * (iterations + graph.depth - 1)
+        self._steps = _steps(graph)
+        # The predecessors of each execution that have not ended.
         self._pending: list[int] = []
-        self._waits = _Waits(graph, iterations)
-        self._out = _outgoing(graph)
-        self._stage = [node.stage for node in graph.nodes]
-        self._time = [node.time for node in graph.nodes]
-        self._each = [node.each for node in graph.nodes]
-        self._sampled = graph.sampled
-        self._lock = [node.lock for node in graph.nodes]
-        # The rest is for contended executions: ``_heap`` has requests by time; ``_free`` the time
-        # at which each resource is free; ``_blocked`` the requests for a resource whose holder
-        # waits for the lock; ``_next`` the executions behind one in a queue.
-        number = {LOCK: _LOCK}
-        self._needs = [
-            tuple([number.setdefault(what, len(number)) for what in node.resources])
-            for node in graph.nodes
-        ]
-        self._request = [
-            _Request.HOLD if node.resources else _Request.LOCK if node.lock else None
-            for node in graph.nodes
-        ]
-        self._heap: list[tuple[int, int, _Request]] = []
-        self._free = [0] * len(number)
-        self._blocked: dict[int, list[tuple[int, int, _Request]]] = {}
-        # The last execution in each queue.
+        self._predecessors = _predecessors(graph, iterations)
+        # Contended executions: requests by time, the lock, the resources that each node needs, the
+        # last execution in each queue, and the executions behind one in a queue.
+        self._heap: list[_Request] = []
+        resources: dict[str, _Resource] = defaultdict(_Resource)
+        self._lock = resources[LOCK]
+        self._needs = [tuple(map(resources.__getitem__, node.resources)) for node in graph.nodes]
         self._last: dict[int, int] = {}
-        self._next: dict[int, list[int]] = {}
+        self._behind: dict[int, list[int]] = {}
         self._grow()
-        self._propagate(
-            # Executions without predecessors: in the first period and, with several workers, in the
-            # next ones.
-            [execution for execution, waits in enumerate(self._pending) if not waits]
-        )
+        # Executions without predecessors: in the first period and, with several workers, in the
+        # next ones.
+        self._propagate([execution for execution, n in enumerate(self._pending) if not n])
 
     def step(self) -> bool:
         """Grant the earliest request, and compute what follows; return False if there is none."""
         if not self._heap:
             return False
-        if ready := self._grant(*heapq.heappop(self._heap)):
+        if ready := self._grant(heapq.heappop(self._heap)):
             self._propagate(ready)
         return True
 
     def execution(self, node: int, iteration: int) -> int:
         """Return the number of a node's execution for an iteration."""
-        return (iteration + self._stage[node]) * self.size + node
+        return (iteration + self.graph.nodes[node].stage) * self.size + node
 
     def retired(self, iteration: int) -> int:
         """Simulate until an iteration is retired, and return the time in ticks."""
@@ -127,9 +140,9 @@ class EventSimulator:
         """Add some periods, and return the new number of executions."""
         # As many periods as one execution can affect directly, so that one growth is enough for any
         # arc.
-        more = min(self._reach, (self.limit - len(self.end)) // self.size)
+        more = min(self._reach, (self._limit - len(self.end)) // self.size)
         for _ in range(more):
-            self._pending += self._waits.in_next_period()
+            self._pending += next(self._predecessors)
         self.start += [0] * (more * self.size)
         self.end += [-1] * (more * self.size)
         return len(self.end)
@@ -141,21 +154,17 @@ class EventSimulator:
         # Local names, because this loop takes most of the time of a simulation.
         size = self.size
         total = self.iterations
-        count = len(self.end)
-        stage = self._stage
-        time = self._time
-        request = self._request
-        out = self._out
+        known = len(self.end)
+        steps = self._steps
         start = self.start
         pending = self._pending
         end = self.end
         queues = self.graph.queues
-        each = self._each
-        sampled = self._sampled
         while stack:
             execution = stack.pop()
             k = execution % size
-            iteration = execution // size - stage[k]
+            stage, time, each, request, arcs = steps[k]
+            iteration = execution // size - stage
             exists = 0 <= iteration < total
             ended = end[execution]
             if ended < 0:
@@ -163,17 +172,17 @@ class EventSimulator:
                 if exists:
                     # Contended: wait in the heap. ``_grant`` sets the end and puts the execution
                     # back on the stack.
-                    if (needed := request[k]) is not None:
-                        heapq.heappush(self._heap, (ended, execution, needed))
+                    if request is not None:
+                        heapq.heappush(self._heap, (ended, execution, request))
                         continue
-                    ended += each[k][iteration % sampled] if each[k] else time[k]
+                    ended += each[iteration % len(each)] if each else time
                 end[execution] = ended
-            for ahead, extra, distance in out[k]:
+            for ahead, extra, distance in arcs:
                 other = execution + ahead
-                if other >= count:
-                    if other >= self.limit:
+                if other >= known:
+                    if other >= self._limit:
                         continue
-                    count = self._grow()
+                    known = self._grow()
                 # Arcs between iterations apply only if both iterations exist.
                 if distance is not None and not (exists and 0 <= iteration + distance < total):
                     continue
@@ -187,47 +196,47 @@ class EventSimulator:
 
     # --------------------------------------------------------------- contended
 
-    def _grant(self, time: int, execution: int, request: _Request) -> list[int]:
+    def _grant(self, request: _Request) -> list[int]:
         """Grant a request, and return the executions that can be computed now."""
-        if request is _Request.LAUNCH:
+        begin, execution, kind = request
+        if kind is _Kind.LAUNCH:
             return self._launch(execution)
         k = execution % self.size
-        needs = self._needs[k] if request is _Request.HOLD else (_LOCK,)
-        free = self._free
-        begin = time
-        for what in needs:
-            # The holder's end is not known, because it waits for the lock: ask again when it has
-            # started.
-            if free[what] == _HELD:
-                self._blocked.setdefault(what, []).append((time, execution, request))
+        needs = (self._lock,) if kind is _Kind.LOCK else self._needs[k]
+        for resource in needs:
+            # Ask again when the holder has started, and its end is known.
+            if resource.free is None:
+                resource.waiting.append(request)
                 return []
-            begin = max(begin, free[what])
+            begin = max(begin, resource.free)
         # Resources first, then the lock. The resources stay held meanwhile, as in Python code that
         # waits for the lock inside a ``with`` block.
-        if request is _Request.HOLD and self._lock[k]:
-            for what in needs:
-                free[what] = _HELD
-            heapq.heappush(self._heap, (begin, execution, _Request.LOCK))
+        if kind is _Kind.HOLD and self.graph.nodes[k].lock:
+            for resource in needs:
+                resource.free = None
+            heapq.heappush(self._heap, (begin, execution, _Kind.LOCK))
             return []
         self._start(execution, k, begin)
         return [execution]
 
     def _start(self, execution: int, k: int, begin: int) -> None:
-        time = self._time[k]
-        lock = self._lock[k]
-        if self._each[k] and time:
-            iteration = execution // self.size - self._stage[k]
-            taken = self._each[k][iteration % self._sampled]
+        node = self.graph.nodes[k]
+        time = node.time
+        lock = node.lock
+        if node.each and time:
+            iteration = execution // self.size - node.stage
+            taken = node.each[iteration % len(node.each)]
             lock = lock * taken // time  # the same part of each run
             time = taken
         self.start[execution] = begin
         self.end[execution] = begin + time
         if lock:
-            self._free[_LOCK] = begin + lock
-        for what in self._needs[k]:
-            self._free[what] = self.end[execution]
-            for waiting in self._blocked.pop(what, ()):
-                heapq.heappush(self._heap, waiting)
+            self._lock.free = begin + lock
+        for resource in self._needs[k]:
+            resource.free = begin + time
+            for request in resource.waiting:
+                heapq.heappush(self._heap, request)
+            resource.waiting.clear()
 
     # ------------------------------------------------------------------ queues
 
@@ -235,10 +244,9 @@ class EventSimulator:
         """Queue the device work of a launch; return what waited in a queue for this execution."""
         device = self.graph.device_of.get(k, -1)
         if exists and device in self.graph.queues:
-            heapq.heappush(
-                self._heap, (self.end[execution], execution - k + device, _Request.LAUNCH)
-            )
-        behind = self._next.pop(execution, ())
+            launched = execution - k + device
+            heapq.heappush(self._heap, (self.end[execution], launched, _Kind.LAUNCH))
+        behind = self._behind.pop(execution, ())
         return [ready for other in behind for ready in self._release(execution, other)]
 
     def _launch(self, execution: int) -> list[int]:
@@ -246,9 +254,10 @@ class EventSimulator:
         for queue in self.graph.queues[execution % self.size]:
             # Work goes behind the last one in each of its queues; the end of that one may be known
             # already.
-            ahead, self._last[queue] = self._last.get(queue, -1), execution
+            ahead = self._last.get(queue, -1)
+            self._last[queue] = execution
             if ahead >= 0 and self.end[ahead] < 0:
-                self._next.setdefault(ahead, []).append(execution)
+                self._behind.setdefault(ahead, []).append(execution)
             else:
                 ready += self._release(ahead, execution)
         return ready
@@ -268,63 +277,50 @@ def simulate_run(graph: TimedGraph, iterations: int) -> EventSimulator:
     return run
 
 
-class _Waits:
-    """The number of predecessors of each execution, period by period.
+def _steps(graph: TimedGraph) -> list[_Step]:
+    nodes = graph.nodes
+    out: list[list[_OutArc]] = [[] for _ in nodes]
+    for arcs, is_optional in ((graph.fixed, False), (graph.optional, True)):
+        for tail, head, time, lag in arcs:
+            ahead = lag * len(nodes) + head - tail
+            distance = lag - nodes[head].stage + nodes[tail].stage if is_optional else None
+            out[tail].append((ahead, time - nodes[tail].time, distance))
+    return [
+        (
+            node.stage,
+            node.time,
+            node.each,
+            _Kind.HOLD if node.resources else _Kind.LOCK if node.lock else None,
+            arcs,
+        )
+        for node, arcs in zip(nodes, out, strict=True)
+    ]
 
-    The numbers change from one period to the next only by waits that begin or cease to apply.
+
+def _predecessors(graph: TimedGraph, iterations: int) -> Iterator[list[int]]:
+    """Yield the number of predecessors of each node's execution, period by period.
+
+    The numbers change from one period to the next only by waits that begin or cease to apply. Each
+    list is valid until the next one is yielded.
     """
-
-    def __init__(self, graph: TimedGraph, iterations: int) -> None:
-        self.period = 0
-        self.counts = [0] * len(graph.nodes)
-        self.first: dict[int, list[int]] = defaultdict(list)
-        self.over: dict[int, list[int]] = defaultdict(list)
-        nodes = graph.nodes
-        # A wait of lag n applies from period n on. An optional wait applies while both of its
-        # iterations exist, so it has a first and a last period.
-        fixed = len(graph.arcs) - graph.optional
-        for _, head, _, lag in graph.arcs[:fixed]:
-            self.first[lag].append(head)
-        for tail, head, _, lag in graph.arcs[fixed:]:
-            stages = (nodes[head].stage, nodes[tail].stage + lag)
-            if max(stages) < min(stages) + iterations:
-                self.first[max(stages)].append(head)
-                self.over[min(stages) + iterations].append(head)
-        # In each of its queues, a node waits for the one ahead of it.
-        for node, queues in graph.queues.items():
-            self.first[nodes[node].stage] += [node] * len(queues)
-            self.over[nodes[node].stage + iterations] += [node] * len(queues)
-
-    def in_next_period(self) -> list[int]:
-        """Return each node's predecessor count in the next period.
-
-        It is valid until the next call.
-        """
-        for head in self.first.get(self.period, ()):
-            self.counts[head] += 1
-        for head in self.over.get(self.period, ()):
-            self.counts[head] -= 1
-        self.period += 1
-        return self.counts
-
-
-_OutArc: TypeAlias = tuple[int, int, int | None]
-"""An arc relative to its tail.
-
-The offset to the head's execution; the ticks in addition to the tail's own time; and, for arcs that
-apply only if both iterations exist, the offset between the iterations.
-"""
-
-
-def _outgoing(graph: TimedGraph) -> list[list[_OutArc]]:
-    out: list[list[_OutArc]] = [[] for _ in graph.nodes]
-    stage = [node.stage for node in graph.nodes]
-    time = [node.time for node in graph.nodes]
-    size = len(graph.nodes)
-    fixed = len(graph.arcs) - graph.optional
-    for tail, head, taken, lag in graph.arcs[:fixed]:
-        out[tail].append((lag * size + head - tail, taken - time[tail], None))
-    for tail, head, taken, lag in graph.arcs[fixed:]:
-        distance = lag - stage[head] + stage[tail]
-        out[tail].append((lag * size + head - tail, taken - time[tail], distance))
-    return out
+    nodes = graph.nodes
+    # A wait of lag n applies from period n on.
+    changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for _, head, _, lag in graph.fixed:
+        changes[lag].append((head, 1))
+    # An optional wait applies while both of its iterations exist; in each of its queues, a node
+    # waits for the one ahead of it while its own iteration exists.
+    stages = [
+        (head, nodes[head].stage, nodes[tail].stage + lag) for tail, head, _, lag in graph.optional
+    ]
+    for node, queues in graph.queues.items():
+        stages += [(node, nodes[node].stage, nodes[node].stage)] * len(queues)
+    for node, *both in stages:
+        if max(both) < min(both) + iterations:
+            changes[max(both)].append((node, 1))
+            changes[min(both) + iterations].append((node, -1))
+    counts = [0] * len(nodes)
+    for period in count():
+        for node, change in changes.get(period, ()):
+            counts[node] += change
+        yield counts

@@ -15,7 +15,6 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.planning.simulation.cycles import TICKS_PER_US, ArcCycle, heaviest_cycle
 from swpipe.planning.simulation.event_simulator import UNBOUNDED, EventSimulator
 from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
-from swpipe.trace.span import Row
 
 LONGEST_RUN = 16
 """The largest number of iterations to simulate, in multiples of the graph's reach."""
@@ -50,8 +49,8 @@ def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
     # Without contention this bound is the interval itself.
     if not graph.contended or bound_us >= enough_us:
         return Interval(bound_us, exact=True)
-    ii_us, exact = _simulated_interval(graph.limited())
-    return Interval(max(ii_us, bound_us), exact)
+    simulated = _simulated_interval(graph.limited())
+    return simulated._replace(ii_us=max(simulated.ii_us, bound_us))
 
 
 def interval_us(
@@ -79,8 +78,8 @@ def _sampled_interval(graph: TimedGraph) -> Interval:
     return Interval(mean_us, exact=len({*passes}) == 1)
 
 
-def _simulated_interval(graph: TimedGraph) -> tuple[float, bool]:
-    """Return the interval of a run that repeats, or the mean of a long run, and if it is exact."""
+def _simulated_interval(graph: TimedGraph) -> Interval:
+    """Return the exact interval of a run that repeats, or else the mean of a long run."""
     run = EventSimulator(graph, UNBOUNDED)
     size = run.size
     memory = _memory(graph)
@@ -103,11 +102,11 @@ def _simulated_interval(graph: TimedGraph) -> tuple[float, bool]:
             if equal[pattern] == memory:
                 # Enough consecutive equal shapes determine all later iterations: the run repeats
                 # from here on.
-                return (done - retired[i - pattern]) / pattern / TICKS_PER_US, True
+                return Interval((done - retired[i - pattern]) / pattern / TICKS_PER_US, exact=True)
     # The run did not repeat: the first half may contain the way to the steady state.
     half = len(retired) // 2
     taken = retired[-1] - retired[half]
-    return taken / (len(retired) - 1 - half) / TICKS_PER_US, False
+    return Interval(taken / (len(retired) - 1 - half) / TICKS_PER_US, exact=False)
 
 
 def _memory(graph: TimedGraph) -> int:
@@ -153,15 +152,12 @@ def limit_of(graph: TimedGraph, ii_us: float) -> Limit:
     """
     if not ii_us:
         return Limit("nothing")
-    key, busy = graph.busiest()
+    use, busy = graph.busiest()
     if ii_us <= busy / TICKS_PER_US:
-        if isinstance(key, Row):
-            what = f"{key.kind} {key.name!r}"
-            state = "busy"
-        else:
-            what = f"the {key}" if key == LOCK else f"resource {key!r}"
-            state = "taken"
-        tasks = tuple(task for task, time in graph.load[key].items() if time)
+        kind, name = use
+        what = f"the {name}" if kind == "lock" else f"{kind} {name!r}"
+        state = "busy" if kind in ("thread", "stream") else "taken"
+        tasks = tuple(task for task, time in graph.load[use].items() if time)
         return Limit(f"{what}, always {state}: {', '.join(tasks)}", what, tasks)
     cycle = heaviest_cycle(len(graph.nodes), (*graph.arcs, *graph.steady))
     if cycle is not None and ii_us <= cycle.ratio_us:
@@ -179,10 +175,11 @@ def _of_cycle(graph: TimedGraph, cycle: ArcCycle) -> Limit:
     nodes = graph.nodes
     arcs = cycle.arcs
     # Start at the earliest stage, so that the text begins with iteration i and reads in order.
-    iteration = 0
     first = min(range(len(arcs)), key=lambda k: (nodes[arcs[k].tail].stage, arcs[k].tail))
+    arcs = (*arcs[first:], *arcs[:first])
+    iteration = 0
     words: list[str] = []
-    for tail, head, _, lag in (*arcs[first:], *arcs[:first], arcs[first]):
+    for tail, head, _, lag in (*arcs, arcs[0]):
         node = nodes[tail]
         if node.time or node.task in OWN:
             word = f"{node.task} i{iteration:+d}" if iteration else f"{node.task} i"
@@ -190,7 +187,7 @@ def _of_cycle(graph: TimedGraph, cycle: ArcCycle) -> Limit:
                 f"{word} (host)" if graph.device_of and node.row.kind == "thread" else word
             )
         iteration += lag - nodes[head].stage + node.stage
-    tasks = dict.fromkeys(nodes[arc.tail].task for arc in (*arcs[first:], *arcs[:first]))
+    tasks = dict.fromkeys(nodes[arc.tail].task for arc in arcs)
     return Limit(
         f"a cycle, {in_ms(cycle.ratio_us)} per iteration: {' -> '.join(words)}",
         tasks=tuple(task for task in tasks if task not in OWN),

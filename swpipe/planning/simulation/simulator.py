@@ -64,10 +64,10 @@ from swpipe.planning.ranks import Ranks, RankStep
 from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.event_simulator import EventSimulator, simulate_run
 from swpipe.planning.simulation.interval import Interval, Limit, interval_of, limit_of
-from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
+from swpipe.planning.simulation.timed_graph import TimedGraph, timed_graph
 from swpipe.trace.bytes_in_flight import PeakMemory, peak_memory
 from swpipe.trace.perfetto import Arrow, arrows_of
-from swpipe.trace.span import Row, Span, in_order
+from swpipe.trace.span import Span, in_order
 from swpipe.trace.trace import Trace
 
 MOST_STEPS = 4_000
@@ -149,7 +149,7 @@ class Simulation:
             f"{in_ms(self.latency_us)}"
         )
         loads = table(("", "resource", "busy ms", "idle"), rows, left=(0, 1))
-        more = [one.format() for one in (self.memory, self.ranks) if one is not None]
+        more = [part.format() for part in (self.memory, self.ranks) if part is not None]
         return "\n".join([head, loads, f"limited by {self.limit}", *more])
 
 
@@ -247,15 +247,11 @@ def _latency_us(run: EventSimulator) -> float:
 
 
 def _loads(graph: TimedGraph, interval: Interval) -> Iterable[Load]:
-    for key, uses in graph.load.items():
-        busy_us = sum(uses.values()) / TICKS_PER_US
+    for (kind, name), tasks in graph.load.items():
+        busy_us = sum(tasks.values()) / TICKS_PER_US
+        # If nothing takes time, the interval is 0 and everything idles.
         idle = max(0.0, 1 - busy_us / interval.ii_us) if interval.ii_us else 1.0
-        # Keys are rows of threads and streams, and names of resources; the lock is one of the
-        # names.
-        if isinstance(key, Row):
-            yield Load(key.name, key.kind, busy_us, idle)
-        else:
-            yield Load(key, "lock" if key == LOCK else "resource", busy_us, idle)
+        yield Load(name, kind, busy_us, idle)
 
 
 def _spans(run: EventSimulator, *, events: bool = False) -> Iterable[Span]:

@@ -32,8 +32,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import count
+from typing import Literal, NamedTuple, TypeAlias
 
 from swpipe._engine.program import ADMIT, RETIRE, SOURCES, Instruction, Program
 from swpipe.core.costs import CostModel, TaskCost
@@ -44,6 +44,9 @@ from swpipe.trace.span import Row
 
 LOCK = "interpreter lock"
 """The name of the interpreter lock among the resources."""
+
+Use: TypeAlias = tuple[Literal["thread", "stream", "resource", "lock"], str]
+"""The kind and the name of what a task uses: a ``Row``, a resource or the interpreter lock."""
 
 _FAR = 4
 """The run-ahead, beyond the depth, that is assumed if the plan has no limit."""
@@ -83,16 +86,13 @@ class TimedGraph:
 
     Attributes:
         nodes: Host work in the order of the program, then device work, then returns.
-        arcs: Constraints between nodes; their ``distance`` is a lag in periods.
-        optional: The number of arcs, at the end of ``arcs``, that apply only if both iterations
-            exist.
+        fixed: Constraints between nodes; their ``distance`` is a lag in periods.
+        optional: Further constraints, which apply only if both iterations exist.
         steady: Further arcs that hold in the steady state. A run has ``queues`` instead, because at
-            its
-            begin and end some iterations do not exist and take no turn.
+            its begin and end some iterations do not exist and take no turn.
         depth: The depth of the program.
         run_ahead: How many iterations that were handed out the device may not have finished yet;
-            None
-            for any number.
+            None for any number.
         retire: The node that ends an iteration.
         queues: For each device node, the numbers of the queues in which it waits, in the order of
             launch.
@@ -101,14 +101,13 @@ class TimedGraph:
         device_of: The device node of each host node.
         returns: For the host node of each task that blocks, the node of its return.
         load: For each row, resource and lock, the tasks that use it, each with its ticks per
-            iteration.
-            Several workers share a row here, which has the load of one of them.
+            iteration. Several workers share a row here, which has the load of one of them.
         threads: For each row of host work, the rows of its workers.
     """
 
     nodes: tuple[Node, ...]
-    arcs: tuple[Arc, ...]
-    optional: int
+    fixed: tuple[Arc, ...]
+    optional: tuple[Arc, ...]
     steady: tuple[Arc, ...]
     depth: int
     run_ahead: int | None
@@ -117,8 +116,13 @@ class TimedGraph:
     contended: bool
     device_of: Mapping[int, int]
     returns: Mapping[int, int]
-    load: Mapping[Row | str, Mapping[str, int]]
+    load: Mapping[Use, Mapping[str, int]]
     threads: Mapping[Row, Sequence[Row]]
+
+    @property
+    def arcs(self) -> tuple[Arc, ...]:
+        """The arcs of a run: the fixed ones, then the optional ones."""
+        return (*self.fixed, *self.optional)
 
     @property
     def in_flight(self) -> int:
@@ -130,9 +134,9 @@ class TimedGraph:
         """The number of sampled iterations; 0 if each task always takes the same time."""
         return max(len(node.each) for node in self.nodes)
 
-    def busiest(self) -> tuple[Row | str, int]:
+    def busiest(self) -> tuple[Use, int]:
         """Return the row or resource that is busy longest per iteration, and its ticks."""
-        loads = ((key, sum(uses.values())) for key, uses in self.load.items())
+        loads = ((use, sum(tasks.values())) for use, tasks in self.load.items())
         return max(loads, key=lambda load: load[1])
 
     @property
@@ -151,20 +155,7 @@ class TimedGraph:
         host = next(k for k, device in self.device_of.items() if device == self.retire)
         far = self.depth + _FAR
         arc = Arc(self.retire, host, self.nodes[self.retire].time, far)
-        return replace(self, arcs=(*self.arcs, arc), optional=self.optional + 1, run_ahead=far)
-
-
-def host_time(cost: TaskCost, streams: bool) -> int:
-    """Return the ticks until a task's device work is launched.
-
-    Without a stream, the thread does all the work, and its time counts too.
-    """
-    return ticks(cost.host_us) + (0 if streams else ticks(cost.device_us))
-
-
-def thread_time(cost: TaskCost, streams: bool) -> int:
-    """Return the least number of ticks on the thread, which may wait for the device work."""
-    return host_time(cost, streams and not cost.blocks)
+        return replace(self, optional=(*self.optional, arc), run_ahead=far)
 
 
 def timed_graph(
@@ -177,16 +168,53 @@ def timed_graph(
     return _Builder(program, costs, least, sampled).build()
 
 
+def rings(nodes: Sequence[Node], lines: Iterable[Sequence[int]]) -> Iterable[Arc]:
+    """Yield arcs from each node of a line to the next, and from its last to the next period."""
+    for works in lines:
+        for work, following in zip(works, (*works[1:], works[0]), strict=True):
+            yield Arc(work, following, nodes[work].time, int(following == works[0]))
+
+
+class _Work(NamedTuple):
+    """An instruction, its cost, and its nodes.
+
+    Attributes:
+        host: The node of its host work.
+        device: The node of its device work; None if it gives its stream nothing to do.
+        thread: The row of its thread group.
+        stream: The row of its stream.
+        has_stream: Whether its device work runs on the stream; if not, it runs on the thread.
+    """
+
+    ins: Instruction
+    cost: TaskCost
+    host: int
+    device: int | None
+    thread: Row
+    stream: Row
+    has_stream: bool
+
+    @property
+    def holder(self) -> Row:
+        """The row that holds the resources: the stream, if there is device work on it."""
+        return self.stream if self.has_stream and self.cost.device_us > 0 else self.thread
+
+    @property
+    def time(self) -> int:
+        """The ticks on the thread until the device work is launched, or done without a stream."""
+        return _host_time(self.cost, self.has_stream)
+
+
 class _Line(NamedTuple):
     """Device work that runs one at a time, in the order of launch.
 
     Attributes:
-        works: Device nodes in the order of the period.
+        nodes: Device nodes in the order of the period.
         on_one_stream: Whether all of it is on one stream, which keeps the order by itself.
         is_programs: Whether the order of launch is that of the period.
     """
 
-    works: Sequence[int]
+    nodes: Sequence[int]
     on_one_stream: bool
     is_programs: bool
 
@@ -194,42 +222,39 @@ class _Line(NamedTuple):
 class _Builder:
     def __init__(self, program: Program, costs: CostModel, least: int, sampled: bool) -> None:
         self.program = program
-        self.sampled = costs.iterations if sampled else 0
-        self.streams = streams = program.streams
+        self.least = least
+        self.samples = costs.iterations if sampled else 0
         self.handover = ticks(costs.handover_us)
         # Tasks without a cost were refused by ``of``; swpipe's own instructions cost nothing.
         known = costs.of(program.tasks)
+        instructions = program.instructions
         # Without a group that pulls, ``<admit>`` pulls the batch and has its cost.
-        puller = PULL if PULL in program.instructions else ADMIT
-        known[puller] = costs.tasks.get(PULL, TaskCost())
-        found = program.instructions
-        self.instructions = order = [found[name] for name in program.order]
-        self.costs = [known.get(ins.task, TaskCost()) for ins in order]
-        if not sampled:
-            self.costs = [replace(one, host_each_us=(), device_each_us=()) for one in self.costs]
-        self.least = least
-        self.has_stream = [streams and not ins.on_host for ins in order]
-        each = list(zip(order, self.costs, self.has_stream, strict=True))
-        self.times = [max(least, host_time(cost, there)) for _, cost, there in each]
-        self.host = {ins.task: k for k, ins in enumerate(order)}
+        known[PULL if PULL in instructions else ADMIT] = costs.tasks.get(PULL, TaskCost())
         # Nodes are numbered: host work in program order, then device work, then returns.
-        # Instructions that give their stream nothing to do have no device node.
-        self.device: dict[str, int] = {}
-        for ins, cost, there in each:
-            if there and _launches(ins, cost):
-                self.device[ins.task] = len(order) + len(self.device)
-        blocking = [k for k, (_, cost, there) in enumerate(each) if there and cost.blocks]
-        first = len(order) + len(self.device)
-        self.returns = {k: first + number for number, k in enumerate(blocking)}
-        threads = [Row("thread", lane.group) for lane in program.lanes]
-        self.threads = {
-            row: [Row("thread", name) for name in lane.threads]
-            for row, lane in zip(threads, program.lanes, strict=True)
+        numbers = count(len(program.order))
+        self.works: dict[str, _Work] = {}
+        for host, name in enumerate(program.order):
+            ins = instructions[name]
+            cost = known.get(name, TaskCost())
+            has_stream = program.streams and not ins.on_host
+            self.works[name] = _Work(
+                ins,
+                cost,
+                host,
+                next(numbers) if has_stream and _launches(ins, cost) else None,
+                Row("thread", program.lanes[ins.lane].group),
+                Row("stream", stream_name(ins.stream)),
+                has_stream,
+            )
+        self.returns = {
+            work.host: next(numbers)
+            for work in self.works.values()
+            if work.has_stream and work.cost.blocks
         }
-        queues = {s: Row("stream", stream_name(s)) for s in {ins.stream for ins in order}}
-        self.rows = [threads[ins.lane] for ins in order]
-        self.stream_rows = [queues[ins.stream] for ins in order]
-        self.on_device = [there and cost.device_us > 0 for _, cost, there in each]
+        self.threads = {
+            Row("thread", lane.group): [Row("thread", name) for name in lane.threads]
+            for lane in program.lanes
+        }
 
     def build(self) -> TimedGraph:
         nodes = self._nodes()
@@ -238,29 +263,29 @@ class _Builder:
         # in a run.
         streams = [line for line in lines if line.on_one_stream and line.is_programs]
         queues = [line for line in lines if line not in streams]
-        optional = tuple(self._optional(nodes))
-        load: dict[Row | str, dict[str, int]] = defaultdict(dict)
-        for key, task, time in self._uses():
-            load[key][task] = time
+        load: dict[Use, dict[str, int]] = defaultdict(dict)
+        for use, task, time in self._uses():
+            load[use][task] = time
         turns: dict[int, list[int]] = defaultdict(list)
         for number, queue in enumerate(queues):
-            for node in queue.works:
+            for node in queue.nodes:
                 turns[node].append(number)
+        devices = {w.host: w.device for w in self.works.values() if w.device is not None}
+        retire = self.works[RETIRE].host
         return TimedGraph(
             nodes=tuple(nodes),
-            arcs=(*self._fixed(nodes), *_rings(nodes, streams), *optional),
-            # Optional arcs come last in ``arcs``: the simulator tells them apart by their number.
-            optional=len(optional),
-            steady=tuple(_rings(nodes, [queue for queue in queues if queue.is_programs])),
+            fixed=(*self._fixed(nodes), *rings(nodes, [line.nodes for line in streams])),
+            optional=tuple(self._optional(nodes)),
+            steady=tuple(rings(nodes, [queue.nodes for queue in queues if queue.is_programs])),
             depth=self.program.depth,
-            run_ahead=self.program.launch_limit if self.streams else 0,
-            retire=(self.device if self.streams else self.host)[RETIRE],
+            run_ahead=self.program.launch_limit if self.program.streams else 0,
+            retire=devices.get(retire, retire),
             queues={node: tuple(numbers) for node, numbers in turns.items()},
             # A queue with the program's order has fixed times in the steady state, and is not
             # contended.
             contended=not all(queue.is_programs for queue in queues)
             or any(node.lock or node.resources for node in nodes),
-            device_of={self.host[task]: node for task, node in self.device.items()},
+            device_of=devices,
             returns=self.returns,
             load=load,
             threads=self.threads,
@@ -268,137 +293,144 @@ class _Builder:
 
     def _lines(self) -> Iterable[_Line]:
         """Yield the work of each stream, and of each resource that work on several streams uses."""
-        users: dict[Row | str, list[Instruction]] = defaultdict(list)
-        for k, ins in enumerate(self.instructions):
-            if ins.task in self.device:
-                users[self.stream_rows[k]].append(ins)
-                for resource in self.costs[k].resources if self.on_device[k] else ():
-                    users[resource].append(ins)
+        users: dict[Row | str, dict[int, Instruction]] = defaultdict(dict)
+        for work in self.works.values():
+            if work.device is not None:
+                users[work.stream][work.device] = work.ins
+                for resource in work.cost.resources if work.holder is work.stream else ():
+                    users[resource][work.device] = work.ins
         # A stream is always a line of its own. A resource is one only if it joins several streams:
         # on one stream, the stream's order implies its own.
-        for key, found in users.items():
-            on_one_stream = len({ins.stream for ins in found}) == 1
-            if isinstance(key, Row) or not on_one_stream:
-                named = on_one_stream and found[0].stream is not None
-                yield _Line(
-                    [self.device[ins.task] for ins in found],
-                    on_one_stream,
-                    named or len({ins.lane for ins in found}) == 1,
-                )
+        for key, launched in users.items():
+            streams = {ins.stream for ins in launched.values()}
+            if isinstance(key, Row) or len(streams) > 1:
+                # A stream with a name gets its work in the program's order, from whatever thread.
+                named = len(streams) == 1 and streams != {None}
+                lanes = {ins.lane for ins in launched.values()}
+                yield _Line([*launched], len(streams) == 1, named or len(lanes) == 1)
 
     # ------------------------------------------------------------------ nodes
 
     def _nodes(self) -> list[Node]:
-        before = {
-            ins.task: self._passed(previous)
-            for lane in self.program.lanes
-            for previous, ins in pairwise((lane.instructions[-1], *lane.instructions))
-        }
+        works = self.works.values()
+        requested = self._requested()
         # The lock counts only if two threads can hold it: several groups, or several workers of
         # one.
-        shared = self._requested()
-        holders = {r for r, cost in zip(self.rows, self.costs, strict=True) if cost.gil_us}
-        lockers = [thread for row in holders for thread in self.threads[row]]
+        lockers = {row for work in works if work.cost.gil_us for row in self.threads[work.thread]}
         nodes = []
         device = []
-        for k, (ins, cost) in enumerate(zip(self.instructions, self.costs, strict=True)):
-            held = tuple(r for r in cost.resources if r in shared) if shared else ()
-            here, there = ((), held) if self.on_device[k] else (held, ())
-            lock = ticks(cost.gil_us) if len(lockers) > 1 else 0
-            previous = before[ins.task]
-            # The first instruction follows the last one of the period before; with n workers, n
-            # periods before.
-            back = 0 if ins.position else len(self.threads[self.rows[k]])
-            row = self.rows[k]
-            stream_row = self.stream_rows[k]
-            time = self.times[k]
-            each = [*cost.each(self.sampled)]
-            times = tuple(max(self.least, host_time(one, self.has_stream[k])) for one in each)
-            nodes.append(Node(ins.task, ins.stage, row, time, lock, here, previous, back, times))
-            if ins.task in self.device:
-                time = ticks(cost.device_us)
-                work = Node(ins.task, ins.stage, stream_row, time, 0, there)
-                device.append(work._replace(each=tuple(ticks(one.device_us) for one in each)))
+        for work in works:
+            ins = work.ins
+            cost = work.cost
+            each = [*cost.each(self.samples)] if self.samples else []
+            held = tuple(name for name in cost.resources if name in requested)
+            on_thread = work.holder is work.thread
+            nodes.append(
+                Node(
+                    ins.task,
+                    ins.stage,
+                    work.thread,
+                    max(self.least, work.time),
+                    ticks(cost.gil_us) if len(lockers) > 1 else 0,
+                    held if on_thread else (),
+                    # The node before a lane's first instruction is its last one.
+                    self._passed(ins.lane, ins.position - 1),
+                    # It ran in the period before; with n workers, n periods before.
+                    0 if ins.position else len(self.threads[work.thread]),
+                    tuple(max(self.least, _host_time(sample, work.has_stream)) for sample in each),
+                )
+            )
+            if work.device is not None:
+                device.append(
+                    Node(
+                        ins.task,
+                        ins.stage,
+                        work.stream,
+                        ticks(cost.device_us),
+                        resources=() if on_thread else held,
+                        each=tuple(ticks(sample.device_us) for sample in each),
+                    )
+                )
         returns = [nodes[k]._replace(time=0, lock=0, resources=(), each=()) for k in self.returns]
         return nodes + device + returns
 
-    def _passed(self, ins: Instruction) -> int:
-        """Return the node after which a thread has passed an instruction."""
-        here = self.host[ins.task]
-        return self.returns.get(here, here)
+    def _passed(self, lane: int, position: int) -> int:
+        """Return the node after which a thread has passed an instruction of its lane."""
+        host = self.works[self.program.lanes[lane].instructions[position].task].host
+        return self.returns.get(host, host)
 
     def _requested(self) -> set[str]:
         """Return the resources that host work uses together with work on another row."""
         users: dict[str, set[Row]] = defaultdict(set)
         by_hosts: set[str] = set()
-        for k, cost in enumerate(self.costs):
-            for resource in cost.resources:
-                users[resource].add((self.stream_rows if self.on_device[k] else self.rows)[k])
-            by_hosts.update(() if self.on_device[k] else cost.resources)
-        threads = {
-            what: [t for r in rows for t in self.threads.get(r, [r])]
-            for what, rows in users.items()
-        }
-        return {resource for resource in by_hosts if len(threads[resource]) > 1}
+        for work in self.works.values():
+            for resource in work.cost.resources:
+                users[resource].update(self.threads.get(work.holder, [work.holder]))
+                if work.holder is work.thread:
+                    by_hosts.add(resource)
+        return {resource for resource in by_hosts if len(users[resource]) > 1}
 
     # ------------------------------------------------------------------- arcs
 
     def _fixed(self, nodes: Sequence[Node]) -> Iterable[Arc]:
-        for ins in self.instructions:
-            here = self.host[ins.task]
-            previous = nodes[here].previous
-            yield Arc(previous, here, nodes[previous].time, nodes[here].back)
-            for wait in ins.host_waits:
+        for work in self.works.values():
+            node = nodes[work.host]
+            yield Arc(node.previous, work.host, nodes[node.previous].time, node.back)
+            for wait in work.ins.host_waits:
                 # The wait ends when the other thread has passed the instruction at this position,
                 # and this thread wakes ``handover`` later.
-                lane = self.program.lanes[wait.lane]
-                passed = self._passed(lane.instructions[wait.position])
-                yield Arc(passed, here, nodes[passed].time + self.handover, wait.lag)
-            if ins.task in self.device:
-                yield Arc(here, self.device[ins.task], nodes[here].time, 0)
-            if here in self.returns:
-                yield Arc(here, self.returns[here], nodes[here].time, 0)
+                passed = self._passed(wait.lane, wait.position)
+                yield Arc(passed, work.host, nodes[passed].time + self.handover, wait.lag)
+            if work.device is not None:
+                yield Arc(work.host, work.device, node.time, 0)
+            if work.host in self.returns:
+                yield Arc(work.host, self.returns[work.host], node.time, 0)
 
     def _optional(self, nodes: Sequence[Node]) -> Iterable[Arc]:
         """Yield the arcs of event waits, blocking and back-pressure, which bind iterations."""
-        if not self.streams:
-            return
+        device = {name: work.device for name, work in self.works.items() if work.device is not None}
         # A task that blocks returns when its device work is done.
-        for here, back in self.returns.items():
-            device = self.device[nodes[here].task]
-            yield Arc(device, back, nodes[device].time, 0)
-        stage = {ins.task: ins.stage for ins in self.instructions}
-        for ins in self.instructions:
-            for wait in ins.event_waits:
+        for host, back in self.returns.items():
+            work = device[nodes[host].task]
+            yield Arc(work, back, nodes[work].time, 0)
+        for head in self.works.values():
+            for wait in head.ins.event_waits:
                 # The batch is assumed to be on the host: no event for it.
-                if wait.producer in self.device:
-                    tail = self.device[wait.producer]
-                    head = self.device[ins.task]
-                    lag = stage[ins.task] - stage[wait.producer] + wait.distance
-                    yield Arc(tail, head, nodes[tail].time, lag)
+                if wait.producer in device:
+                    tail = device[wait.producer]
+                    lag = head.ins.stage - nodes[tail].stage + wait.distance
+                    yield Arc(tail, device[head.ins.task], nodes[tail].time, lag)
         # Back-pressure: ``<admit>`` waits until the device has passed ``<retire>`` of an earlier
         # iteration. ``<retire>`` has stage depth - 1, so the lag in periods is 1 + limit.
-        if (limit := self.program.launch_limit) is not None:
-            done = self.device[RETIRE]
-            yield Arc(done, self.host[ADMIT], nodes[done].time + self.handover, 1 + limit)
+        limit = self.program.launch_limit
+        if RETIRE in device and limit is not None:
+            done = device[RETIRE]
+            admit = self.works[ADMIT].host
+            yield Arc(done, admit, nodes[done].time + self.handover, 1 + limit)
 
     # ------------------------------------------------------------------- load
 
-    def _uses(self) -> Iterable[tuple[Row | str, str, int]]:
+    def _uses(self) -> Iterable[tuple[Use, str, int]]:
         """Yield each resource that a task uses, with the task and its ticks."""
-        for k, (ins, cost) in enumerate(zip(self.instructions, self.costs, strict=True)):
-            has_stream = self.has_stream[k]
-            row = self.rows[k]
-            busy = max(self.times[k], thread_time(cost, has_stream))
+        for task, work in self.works.items():
+            cost = work.cost
+            # A task that blocks occupies its thread until its device work is done.
+            busy = _host_time(cost, work.has_stream and not cost.blocks)
             # Of n workers each runs the task every n iterations; the quotient is rounded up.
-            yield row, ins.task, -(-busy // len(self.threads[row]))
-            if has_stream:
-                yield self.stream_rows[k], ins.task, ticks(cost.device_us)
+            busy = max(self.least, work.time, busy)
+            yield work.thread, task, -(-busy // len(self.threads[work.thread]))
+            if work.has_stream:
+                yield work.stream, task, ticks(cost.device_us)
             for resource in cost.resources:
-                held = cost.device_us if self.on_device[k] else cost.total_us
-                yield resource, ins.task, ticks(held)
+                held_us = cost.total_us if work.holder is work.thread else cost.device_us
+                yield ("resource", resource), task, ticks(held_us)
             if cost.gil_us:
-                yield LOCK, ins.task, ticks(cost.gil_us)
+                yield ("lock", LOCK), task, ticks(cost.gil_us)
+
+
+def _host_time(cost: TaskCost, has_stream: bool) -> int:
+    """Return the ticks of a task on its thread: with a stream, until its work is launched."""
+    return ticks(cost.host_us) + (0 if has_stream else ticks(cost.device_us))
 
 
 def _launches(ins: Instruction, cost: TaskCost) -> bool:
@@ -407,12 +439,3 @@ def _launches(ins: Instruction, cost: TaskCost) -> bool:
     own = ins.task in SOURCES
     works = cost.device_us > 0 or cost.blocks
     return ins.task == RETIRE or works or (not own and (waits or ins.record))
-
-
-def _rings(nodes: Sequence[Node], lines: Iterable[_Line]) -> Iterable[Arc]:
-    """Yield arcs from each work to the next, and from the last to the first of the next period."""
-    for line in lines:
-        for a, b in pairwise(line.works):
-            yield Arc(a, b, nodes[a].time, 0)
-        last = line.works[-1]
-        yield Arc(last, line.works[0], nodes[last].time, 1)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import Any
 
@@ -20,12 +19,13 @@ from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.plans.prefetch import prefetch_plan
-from swpipe.tasks.workload import SEED, Job, Workload, register
+from swpipe.tasks.workload import DEFAULT, Job, Workload
 
 CLASSES = 8
 SIDE = 112
 BATCH = 32
 EPOCH = 300
+_SEED = 0
 _DIFFERENT = 16
 """The number of different batches; an epoch repeats them."""
 
@@ -33,16 +33,11 @@ AHEAD = ("decode", "augment")
 LAST = ("forward", "backward", "step")
 
 
-@dataclass(frozen=True, slots=True)
-class ImageConfig:
-    """The configuration of the job: the seed, and the device that trains."""
-
-    seed: int = 0
-    device: str = "cpu"
-
-
 class ImageJob(Job):
     """A job with the tasks decode, augment, forward, backward and step.
+
+    Args:
+        device: The device that trains; None for the CPU.
 
     Attributes:
         model: The model, a small convolutional network.
@@ -50,21 +45,23 @@ class ImageJob(Job):
 
     epoch_steps = EPOCH
 
-    def __init__(self, config: ImageConfig) -> None:
-        self._seed = config.seed
-        self._device = config.device
+    def __init__(self, device: str | None = None) -> None:
+        # One thread per operator: the plan's threads use the other cores, and sums split over a
+        # different number of threads round differently.
+        torch.set_num_threads(1)
+        self.device = device or "cpu"
         # The initial parameters depend on the seed only, and the caller's generator is restored.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
+            torch.manual_seed(_SEED)
             self.model = nn.Sequential(
                 *(nn.Conv2d(3, 24, 8, stride=8), nn.ReLU()),
                 *(nn.Conv2d(24, 32, 3, padding=1), nn.ReLU()),
                 *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES)),
-            ).to(config.device)
+            ).to(self.device)
         self.modules = [self.model]
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
         # A generator of its own: the data does not depend on how many draws the model made.
-        draws = torch.Generator().manual_seed(config.seed)
+        draws = torch.Generator().manual_seed(_SEED)
         self._batches = [compressed(draws) for _ in range(_DIFFERENT)]
 
     def tasks(self) -> tuple[PipelineTask, ...]:
@@ -82,14 +79,14 @@ class ImageJob(Job):
         images, classes = ctx.batch
         # A bytearray, because ``frombuffer`` warns about memory that is read-only.
         rows = torch.frombuffer(bytearray(zlib.decompress(images)), dtype=torch.uint8)
-        ctx.x = rows.view(BATCH, 3, SIDE, SIDE).to(self._device).float().div_(255)
-        ctx.y = classes.to(self._device)
+        ctx.x = rows.view(BATCH, 3, SIDE, SIDE).to(self.device).float().div_(255)
+        ctx.y = classes.to(self.device)
 
     def augment(self, ctx: IterContext) -> None:
         """Mirror about half of the images, chosen by the seed and the iteration's number."""
         # Not the default generator: the draws are the same whichever plan runs the task.
-        draws = torch.Generator().manual_seed(self._seed + ctx.iter_idx)
-        mirrored = (torch.rand(BATCH, 1, 1, 1, generator=draws) < 0.5).to(self._device)
+        draws = torch.Generator().manual_seed(_SEED + ctx.iter_idx)
+        mirrored = (torch.rand(BATCH, 1, 1, 1, generator=draws) < 0.5).to(self.device)
         ctx.x = torch.where(mirrored, ctx.x.flip(3), ctx.x).sub_(0.5)
 
     def forward(self, ctx: IterContext) -> None:
@@ -119,24 +116,13 @@ def compressed(draws: torch.Generator) -> tuple[bytes, Tensor]:
     return zlib.compress(pixels.numpy().tobytes(), 1), classes
 
 
-def configure(options: Mapping[str, Any]) -> ImageConfig:
-    """Return the job's configuration from the values of the options."""
-    # One thread per operator: the plan's threads use the other cores, and sums split over a
-    # different number of threads round differently.
-    torch.set_num_threads(1)
-    return ImageConfig(seed=options["seed"], device=options["device"] or "cpu")
-
-
-register(
-    Workload(
-        name="images",
-        plans={
-            "serial": lambda: PipelinePlan.serial([*AHEAD, *LAST]),
-            "pipelined": lambda: prefetch_plan(AHEAD, LAST, carried=[("forward", "step")]),
-        },
-        usual_plan="pipelined",
-        configure=configure,
-        open_job=ImageJob,
-        options=(SEED,),
-    )
+IMAGES = Workload(
+    name=DEFAULT,
+    plans={
+        "serial": lambda: PipelinePlan.serial([*AHEAD, *LAST]),
+        "pipelined": lambda: prefetch_plan(AHEAD, LAST, carried=[("forward", "step")]),
+    },
+    usual_plan="pipelined",
+    open_job=ImageJob,
 )
+"""The workload that the command line trains if the user names none."""
