@@ -230,8 +230,8 @@ def delegated(
             # Recording a context issues no collective, so these tasks need no global order.
             entries[task.name] = replace(plan.schedule[task.name], globally_ordered=False)
             # Without replay, nothing is captured or restored.
-            kept = [io for io in task.io if io.state is not None or io.reset is not None]
-            effects = [replace(io, capture=None, restore=None) for io in kept]
+            declared = [io for io in task.io if io.state is not None or io.reset is not None]
+            effects = [replace(io, capture=None, restore=None) for io in declared]
             tasks.append(PipelineTask(task.name, partial(_record, recorded, task.name), effects))
         call = partial(_call, executor, Stage(tuple(members)), recorded, places, waits, pool)
         # Whichever lookaheads have a batch in a period, at least one of these calls runs after the

@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from swpipe._engine.observers import nvtx_ranges, observing
-from swpipe._engine.program import Instruction
 from swpipe.core.context import IterContext
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, StreamRef, TaskSchedule
 from swpipe.core.task import PipelineTask, TaskFn
@@ -86,19 +84,21 @@ def run_of(task: Task, pool: StreamPool, most: int, home: Home) -> TaskFn:
     # Made once per task, since each call of the task makes a new context from it.
     place = TaskPlace(pool, home, most - task.lookahead)
     run: Callable[[TaskContext], None] = task.run
+
+    def fn(ctx: IterContext) -> None:
+        run(TaskContext(ctx, place))
+
     if task.nvtx_tag is None:
-
-        def fn(ctx: IterContext) -> None:
-            run(TaskContext(ctx, place))
-
         return fn
-    # Observers take instructions, so the additional range is an instruction that does nothing.
-    ins = Instruction(task.nvtx_tag, place.stage, 0, 0, None, (), (), record=False, publish=False)
+    try:
+        import nvtx
+    except ImportError:  # it has no wheels for some systems, which have no tool to show ranges
+        return fn
 
     def tagged(ctx: IterContext) -> None:
-        ranges = nvtx_ranges()
-        with observing(() if ranges is None else (ranges,), ins, ctx.iter_idx):
-            run(TaskContext(ctx, place))
+        # The domain of the ranges around tasks. Without a tool, ``annotate`` does nothing.
+        with nvtx.annotate(task.nvtx_tag, domain="swpipe", payload=ctx.iter_idx):
+            fn(ctx)
 
     return tagged
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from swpipe._engine import observers
-from swpipe.schedulable import (
-    DataSlot,
-    Pipeline,
-    SchedulablePipeline,
-    Task,
-    TaskContext,
-    translation,
-)
+from swpipe.schedulable import DataSlot, Pipeline, SchedulablePipeline, Task, TaskContext
 from tests.schedulable.work import Log, one_stage, pool
 
 
@@ -110,21 +104,37 @@ def test_after_shutdown_nothing_runs() -> None:
 
 
 def test_nvtx_tags_are_ranges_within_the_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a tool shows them; the iteration goes with the name."""
-    told: list[tuple[str, int]] = []
+    """A tool shows them in the domain of the tasks' ranges, with the number of the iteration."""
+    nvtx = pytest.importorskip("nvtx")
+    events: list[tuple[str, str, int]] = []
 
-    class Ranges(observers.Observer):
-        def start(self, ins: Any, iteration: int) -> None:
-            told.append((ins.task, iteration))
+    @contextmanager
+    def annotate(message: str, domain: str, payload: int) -> Iterator[None]:
+        events.append((message, domain, payload))
+        yield
+        events.append((f"end of {message}", domain, payload))
 
-        def stop(self, ins: Any, iteration: int, exists: bool = True) -> None:
-            told.append((f"end of {ins.task}", iteration))
-
-    task = Task.from_fn("a", lambda ctx: told.append(("run", 0)), nvtx_tag="inner")
+    monkeypatch.setattr(nvtx, "annotate", annotate)
+    task = Task.from_fn("a", lambda ctx: events.append(("run", "", 0)), nvtx_tag="inner")
     with Pipeline([task], pool()) as pipe:
         pipe.step(0)
-        assert told == [("run", 0)]
-        told.clear()
-        monkeypatch.setattr(translation, "nvtx_ranges", Ranges)
         pipe.step(0)
-    assert told == [("inner", 1), ("run", 0), ("end of inner", 1)]
+    assert events == [
+        event
+        for i in range(2)
+        for event in (("inner", "swpipe", i), ("run", "", 0), ("end of inner", "swpipe", i))
+    ]
+
+
+def test_a_tag_without_a_tool_or_without_the_package_does_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nvtx itself finds no tool; the package is missing on systems for which it has no wheels."""
+    runs: list[int] = []
+    task = Task.from_fn("a", lambda ctx: runs.append(ctx.iter_count), nvtx_tag="inner")
+    with Pipeline([task], pool()) as pipe:
+        pipe.step(0)
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    with Pipeline([task], pool()) as pipe:
+        pipe.step(0)
+    assert runs == [0, 0]
