@@ -13,7 +13,6 @@ import torch
 from swpipe._engine.driver import Driver, checked_start
 from swpipe._engine.iterations import Engine, make_streams
 from swpipe._engine.observers import Observer, Observers
-from swpipe._engine.program import compile_plan
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._engine.serial import SerialLane
 from swpipe._engine.torch_state import checked_mode
@@ -28,6 +27,7 @@ from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, resolve
+from swpipe.program import compile_plan
 from swpipe.shortcut import Shortcuts
 from swpipe.shortcut.control import ShortcutControl
 
@@ -486,7 +486,7 @@ class SWPipeline(ShortcutControl[C]):
 
         ``streams`` says whether the device has streams; None for the pipeline's own device.
         """
-        from swpipe._engine.program_text import format_program
+        from swpipe.program.program_text import format_program
 
         streams = self.device.has_streams if streams is None else streams
         return format_program(compile_plan(self._verified.resolved, streams=streams))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from swpipe import HOST, DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe._engine.program import compile_plan
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.last_readers import ReleasePlace, ReleasePlaces
 from swpipe.core.costs import CostModel, TaskCost
@@ -18,6 +17,7 @@ from swpipe.errors import PlanError
 from swpipe.planning import simulate
 from swpipe.plans.prefetch import prefetch_plan
 from swpipe.plans.published.joint import joint_search
+from swpipe.program import compile_plan
 from tests.device.virtual import VirtualDevice
 from tests.support.safety import verify_tasks
 

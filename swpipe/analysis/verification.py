@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swpipe._engine.program import Program, compile_plan
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.last_readers import with_releases
 from swpipe.analysis.memory import Footprint, bytes_in_flight, memory_problems
@@ -41,6 +40,7 @@ from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.core.task_memory import TaskMemory
 from swpipe.errors import PlanError, Problem
+from swpipe.program import Program, compile_plan
 
 
 @dataclass(frozen=True, slots=True)

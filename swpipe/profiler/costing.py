@@ -37,7 +37,6 @@ from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from swpipe._engine.program import Instruction
 from swpipe._engine.waiting import Host
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
@@ -50,6 +49,7 @@ from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rounds import Counts
 from swpipe.profiler.thread_costs import GilContender, GilTimes, measure_handover_s
 from swpipe.profiler.trial import trial_state
+from swpipe.program import Instruction
 from swpipe.trace.recorder import timed_event
 
 _US = 1e6

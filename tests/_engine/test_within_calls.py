@@ -10,12 +10,12 @@ from itertools import product
 import pytest
 
 from swpipe import IterContext, PipelinePlan, SWPipeline, TaskSchedule
-from swpipe._engine.program import ADMIT, BEGIN, RETIRE, compile_plan
-from swpipe._engine.program_text import format_program
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning.simulation.simulator import simulate
+from swpipe.program import ADMIT, BEGIN, RETIRE, compile_plan
+from swpipe.program.program_text import format_program
 from tests.device.virtual import VirtualDevice
 from tests.support.budget import seeds
 from tests.support.plans_for_tests import piped, spread, tasks

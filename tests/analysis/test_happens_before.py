@@ -11,10 +11,10 @@ from itertools import product
 import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe._engine.program import ADMIT, RETIRE, compile_plan
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
+from swpipe.program import ADMIT, RETIRE, compile_plan
 from tests.device.virtual import VirtualDevice
 from tests.device.virtual.clocks import Clock, Stamp
 from tests.device.virtual.stream_queues import Item

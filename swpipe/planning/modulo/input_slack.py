@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from swpipe._engine.program import compile_plan
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import in_ms
@@ -28,6 +27,7 @@ from swpipe.errors import PlanError
 from swpipe.planning.limits import Limits
 from swpipe.planning.rank_simulation import step_us
 from swpipe.planning.ranks import Ranks
+from swpipe.program import compile_plan
 
 _AS_GOOD = 0.005
 """The relative difference in step time below which two plans count as equally good."""

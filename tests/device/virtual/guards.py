@@ -16,12 +16,12 @@ import pytest
 from swpipe import PipelinePlan, TaskSchedule, pipeline
 from swpipe._engine import program, release
 from swpipe._engine import run as executor
-from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
 from swpipe._engine.release import WaitingMemory
 from swpipe._engine.run import LaneRunner, Run
 from swpipe.analysis import last_readers
 from swpipe.analysis.verification import VerifiedPlan
 from swpipe.core.resolved import resolve_plan
+from swpipe.program import ADMIT, RETIRE, Instruction, Program
 from tests.device import virtual
 from tests.device.virtual import (
     EventReused,

@@ -15,7 +15,6 @@ import pytest
 
 from bench import recsys14
 from swpipe import PipelinePlan, SWPipeline, TaskSchedule
-from swpipe._engine.program import ADMIT, OWN, SOURCES, Program, compile_plan
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import DEFAULT_GROUP
 from swpipe.core.resolved import resolve_plan
@@ -24,6 +23,7 @@ from swpipe.planning.simulation.simulator import simulate
 from swpipe.planning.simulation.timed_graph import timed_graph
 from swpipe.plans.published import assign_lookaheads, joint_search
 from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS, hstu_plan, hstu_schedule
+from swpipe.program import ADMIT, OWN, SOURCES, Program, compile_plan
 from swpipe.trace.span import Row, Span
 from tests.support.budget import seeds
 from tests.support.strategies import random_case, worked_case

@@ -29,10 +29,9 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import nn
 
-from swpipe._distributed.batches_left import batches_left
-from swpipe._distributed.even_data import EvenIterator, UnevenDataError
 from swpipe.core.plan import PipelinePlan
 from swpipe.device import Device
+from swpipe.distributed import EvenIterator, UnevenDataError, batches_left
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec.pipelines.mid_flight import check_saving, refusal_to_others, runs_early

@@ -58,7 +58,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from swpipe._engine.implied_edges import Hop, reduce_edges
 from swpipe.core.plan import (
     DEFAULT_GROUP,
     HOST,
@@ -68,6 +67,7 @@ from swpipe.core.plan import (
     TaskSchedule,
 )
 from swpipe.core.resolved import ResolvedPlan
+from swpipe.program.implied_edges import Hop, reduce_edges
 
 ADMIT = "<admit>"
 BEGIN = "<begin>"

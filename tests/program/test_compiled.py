@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from swpipe import HOST, PipelinePlan, TaskSchedule
-from swpipe._engine.program import (
+from swpipe.core.resolved import resolve_plan
+from swpipe.program import (
     ADMIT,
     RETIRE,
     EventWait,
@@ -17,7 +18,6 @@ from swpipe._engine.program import (
     Program,
     compile_plan,
 )
-from swpipe.core.resolved import resolve_plan
 from tests.support.plans_for_tests import piped, spread
 
 
