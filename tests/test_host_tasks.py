@@ -138,7 +138,7 @@ def test_no_stream_is_made_current_for_it() -> None:
         },
         order=["copy", "read", "train"],
     )
-    with SWPipeline(given, tasks, device=device, host=device.host) as pipe:
+    with SWPipeline(given, tasks, device=device) as pipe:
         pipe.run([0])
     assert found[0] is not found[1]
 
@@ -152,7 +152,7 @@ def test_one_that_uses_the_device_is_refused() -> None:
     ]
     given = PipelinePlan({"read": TaskSchedule(stream=HOST), "train": TaskSchedule()})
     with (
-        SWPipeline(given, tasks, device=device, host=device.host, check_effects=True) as pipe,
+        SWPipeline(given, tasks, device=device, check_effects=True) as pipe,
         pytest.raises(PlanError, match="'read' used tensors of a device on iteration 1"),
     ):
         # Of the devices, all machines have this one.
