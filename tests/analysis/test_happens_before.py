@@ -56,8 +56,8 @@ def watched(plan: PipelinePlan, iterations: int, seed: int) -> Watch:
     """What the clocks said in one run on the virtual device."""
     device = VirtualDevice(seed)
     watch = Watch(device)
-    options = {"device": device, "host": device.host, "stall_timeout_s": None}
-    with SWPipeline(plan, watch.tasks(plan.schedule), **options) as pipe:  # type: ignore[arg-type]
+    tasks = watch.tasks(plan.schedule)
+    with SWPipeline(plan, tasks, device=device, stall_timeout_s=None) as pipe:
         # Drained: the pull that finds the end of the data would wait for the device once more.
         full = iterations >= plan.depth
         iterator = iter(range(iterations + full))
