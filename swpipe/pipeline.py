@@ -207,11 +207,6 @@ class SWPipeline(ShortcutControl[C]):
         shown = f"{self!r}\n\n{self.format_schedule(self.plan.depth + 3)}"
         return f"<pre>{escape(shown)}</pre>"
 
-    def in_flight_of_others(self, iterator: Iterator[Any]) -> int:
-        """Return how many iterations in flight were pulled from an iterator other than this one."""
-        run = self._driver.run
-        return 0 if run is None or run.admission.iterator is iterator else run.in_flight
-
     @property
     def in_flight(self) -> int:
         """The number of iterations that were pulled and not handed out."""
@@ -356,16 +351,6 @@ class SWPipeline(ShortcutControl[C]):
         """
         return self._driver.drop()
 
-    def settle(self) -> None:
-        """Wait until no thread uses the loader before the next call for an iteration.
-
-        It is needed with a plan's ``pull_group``, which also pulls batches between two calls.
-        Afterwards the batches of all iterations that were begun are pulled, or the data has ended.
-        """
-        with self._driver:
-            if self._driver.run is not None:
-                self._driver.run.settle()
-
     def agree(self) -> None:
         """Compare the plan across ranks, as the first ``progress`` does. Later calls do nothing."""
         self._driver.agree()
@@ -442,30 +427,6 @@ class SWPipeline(ShortcutControl[C]):
 
         return traced(self._driver.engine, self._verified.resolved, last, self.observe)
 
-    def check_idle(self, purpose: str) -> None:
-        """Raise RuntimeError if the pipeline is closed, or iterations are in flight."""
-        with self._driver:
-            self._driver.refuse_in_flight(purpose)
-
-    @contextmanager
-    def borrow(self) -> Iterator[None]:
-        """Use an idle pipeline for measurements; its state is restored afterwards, also on failure.
-
-        Within the block no task is watched, and shortcut tasks fill new caches; the existing caches
-        stay unchanged. ``next_iteration`` is restored.
-        """
-        self.check_idle("borrowing it")
-        shortcuts = Shortcuts(self.device)
-        shortcuts.enable_like(self._driver.engine.shortcuts)
-        # A measurement has no loop body, so plans without one are allowed.
-        asks = self._asks_of_body
-        self._asks_of_body = False
-        try:
-            with self._driver.borrowed(shortcuts, self.context):
-                yield
-        finally:
-            self._asks_of_body = asks
-
     def format_schedule(self, periods: int) -> str:
         """Return a table of the iterations that tasks work on in the first ``periods`` periods."""
         return format_grid(self.plan, self._verified.resolved.period_order, periods)
@@ -523,3 +484,50 @@ class SWPipeline(ShortcutControl[C]):
 
     def __exit__(self, *failure: object) -> None:
         self.close()
+
+
+# What loops, profilers and systems do with a pipeline. A training loop calls none of these, so they
+# are no members of the class.
+
+
+def settle(pipe: SWPipeline[Any]) -> None:
+    """Wait until no thread uses the loader before the next call for an iteration.
+
+    It is needed with a plan's ``pull_group``, which also pulls batches between two calls.
+    Afterwards the batches of all iterations that were begun are pulled, or the data has ended.
+    """
+    with pipe._driver:
+        if pipe._driver.run is not None:
+            pipe._driver.run.settle()
+
+
+def in_flight_of_others(pipe: SWPipeline[Any], iterator: Iterator[Any]) -> int:
+    """Return how many iterations in flight were pulled from an iterator other than this one."""
+    run = pipe._driver.run
+    return 0 if run is None or run.admission.iterator is iterator else run.in_flight
+
+
+def check_idle(pipe: SWPipeline[Any], purpose: str) -> None:
+    """Raise RuntimeError if the pipeline is closed, or iterations are in flight."""
+    with pipe._driver:
+        pipe._driver.refuse_in_flight(purpose)
+
+
+@contextmanager
+def borrowed(pipe: SWPipeline[Any]) -> Iterator[None]:
+    """Use an idle pipeline for measurements; its state is restored afterwards, also on failure.
+
+    Within the block no task is watched, and shortcut tasks fill new caches; the existing caches
+    stay unchanged. ``next_iteration`` is restored.
+    """
+    check_idle(pipe, "borrowing it")
+    shortcuts = Shortcuts(pipe.device)
+    shortcuts.enable_like(pipe._driver.engine.shortcuts)
+    # A measurement has no loop body, so plans without one are allowed.
+    asks = pipe._asks_of_body
+    pipe._asks_of_body = False
+    try:
+        with pipe._driver.borrowed(shortcuts, pipe.context):
+            yield
+    finally:
+        pipe._asks_of_body = asks

@@ -20,6 +20,7 @@ from swpipe._engine.admission import Admission
 from swpipe._engine.driver import Driver
 from swpipe.device.cpu import NoEvent
 from swpipe.errors import StallError
+from swpipe.pipeline import settle
 from swpipe.trace import Observer
 from tests.support.cpu_on import CpuOn
 from tests.support.hang import Hang, has_come_to
@@ -323,7 +324,7 @@ def test_a_call_has_all_its_time_however_long_the_body_took(
         place.inside.set()
         await_event(looked, "the watchdog's fifth look")
         place.counts = True
-        pipe.settle()
+        settle(pipe)
         place.release.set()
         assert pipe.progress(data).batch == 1
 
