@@ -4,7 +4,7 @@ _WHERE = {
     "_defs _topo_order": "pipe.tasks has the tasks, in serial order",
     "_stage_map _stream_map _thread_group_map": "pipe.plan.schedule has each task's",
     "_enqueue_order _work_queues": "format_program() has each thread group's instructions",
-    "_cuda_events _cpu_signals": "format_program() has the waits, record_all_events=True more",
+    "_cuda_events _cpu_signals": "format_program() has the records and the waits",
     "_sequencer": "TaskSchedule(globally_ordered=True) is its meaning",
     "_submit_task _exec_task": "observe() is told of each; run_one_serial_iter() runs all",
     "_shortcut_tasks": "it is shortcut_tasks",

@@ -13,7 +13,6 @@ import torch
 from swpipe._engine.driver import Driver, checked_start
 from swpipe._engine.iterations import Engine, make_streams
 from swpipe._engine.observers import Observer, Observers
-from swpipe._engine.program import compile_plan
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._engine.serial import SerialLane
 from swpipe._engine.torch_state import checked_mode
@@ -28,6 +27,7 @@ from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, resolve
+from swpipe.program import compile_plan
 from swpipe.shortcut import Shortcuts
 from swpipe.shortcut.control import ShortcutControl
 
@@ -42,7 +42,6 @@ class PipelineOptions(TypedDict, total=False):
     seed: int | None
     start_iteration: int
     stall_timeout_s: float | None
-    record_all_events: bool
     check_ranks: bool
     check_data: bool | None
     mode: Callable[[], object]
@@ -50,7 +49,6 @@ class PipelineOptions(TypedDict, total=False):
     effects: EffectTable | None
     keep: Sequence[str] | None
     run_ahead: int | None
-    host: Host | None
 
 
 @suggests_keywords
@@ -72,8 +70,6 @@ class SWPipeline(ShortcutControl[C]):
         stall_timeout_s: Seconds without progress after which ``progress`` raises ``StallError``;
             None to wait for ever. Must be longer than the longest task, and than the longest random
             task of any pipeline in the process, because random tasks run one at a time.
-        record_all_events: Record the device event of every task, even if nothing waits for it, for
-            debugging.
         check_ranks: With torch.distributed initialised, compare plans across ranks at the first
             fill, and shortcuts whenever some are enabled or disabled.
         check_data: Whether ranks agree on the end of each pass before any of them drains, and on
@@ -91,7 +87,6 @@ class SWPipeline(ShortcutControl[C]):
         keep: Replaces ``PipelinePlan.keep``; None for the plan's value. The attributes that a task
             uses are taken from its ``reads`` or from ``effects``.
         run_ahead: Replaces ``PipelinePlan.run_ahead``; None for the plan's value.
-        host: The source of threads and counters, for tests.
 
     Raises:
         PlanError: The plan cannot run, or tasks could access a declared state in another order than
@@ -115,7 +110,6 @@ class SWPipeline(ShortcutControl[C]):
         seed: int | None = None,
         start_iteration: int = 0,
         stall_timeout_s: float | None = 600.0,
-        record_all_events: bool = False,
         check_ranks: bool = True,
         check_data: bool | None = None,
         mode: Callable[[], object] = str,
@@ -123,13 +117,12 @@ class SWPipeline(ShortcutControl[C]):
         effects: EffectTable | None = None,
         keep: Sequence[str] | None = None,
         run_ahead: int | None = None,
-        host: Host | None = None,
     ) -> None:
         self.device = resolve(device)
         self.context = context_class(context)
         # Everything that can be wrong is found here, before any thread starts or any batch is
         # pulled.
-        verified = verify_for_run(
+        self._verified = verify_for_run(
             plan,
             tasks,
             effects,
@@ -137,58 +130,66 @@ class SWPipeline(ShortcutControl[C]):
             streams=self.device.has_streams,
             keep=keep,
             run_ahead=run_ahead,
-            record_all=record_all_events,
         )
-        self._verified = verified
+        self.plan = self._verified.plan
+        self.tasks = self._verified.tasks
+        self._serial = SerialLane(self.tasks)
+        self._observers = Observers(self.device)
         self._alike = check_ranks
-        self.plan = verified.plan
-        self.tasks = verified.tasks
-        self._serial, self._observers = SerialLane(self.tasks), Observers(self.device)
         self._stall_timeout_s = checked_timeout(stall_timeout_s)
-        engine = Engine(
-            program=verified.program,
-            tasks={task.name: task for task in self.tasks},
-            device=self.device,
-            streams=make_streams(self.plan, self.device),
-            host=host or Host(),
-            shortcuts=Shortcuts(self.device),
-            seeds=TaskSeeds(seed, self.device),
-            context=self.context,
-            observers=self._observers,
-            mode=checked_mode(mode),
-            # At depth 1 the batch pulled last is the one whose tasks run, which Accelerate's
-            # loaders need.
-            pull_check=PreparedCheck if verified.program.depth > 1 else None,
-            releases=verified.releases,
-        )
-        entries = self.plan.schedule.values()
-        streams = self.device.has_streams
-        lanes = {(entry.thread_group, streams and entry.stream) for entry in entries}
-        overlaps = verified.program.depth > 1 or len(lanes) > 1
+        engine = self._made_engine(TaskSeeds(seed, self.device), checked_mode(mode))
         # Without overlap tasks run in serial order, so there is nothing to watch for. The module is
         # imported only if needed: a plain run does without it.
-        if check_effects is not False and (check_effects is not None or overlaps):
+        if check_effects is not False and (check_effects is not None or self._overlaps()):
             from swpipe.inference.chosen_check import checked
 
-            engine = checked(engine, verified, check_effects)
-        timeout_s = self._stall_timeout_s
-        # The place of the user's call, for the warning of a pipeline that is dropped without
-        # ``close``. One frame lies between: the wrapper of ``suggests_keywords``.
-        frame = sys._getframe(2)
-        at = frame.f_code.co_filename, frame.f_lineno
+            engine = checked(engine, self._verified, check_effects)
         # With collectives in one stage, a rank that drains makes the same collectives as before.
         if check_data is None:
+            entries = self.plan.schedule.values()
             ordered = {entry.stage for entry in entries if entry.globally_ordered}
             check_data = check_ranks and len(ordered) > 1
+        # The place of the user's call, for the warning of a pipeline that is dropped without
+        # ``close``. One frame lies between: the wrapper of ``suggests_keywords``.
+        caller = sys._getframe(2)
         self._driver = Driver[C](
             engine,
             self.plan,
-            timeout_s,
+            self._stall_timeout_s,
             check_ranks=check_ranks,
             check_data=check_data,
-            made_at=at,
+            made_at=(caller.f_code.co_filename, caller.f_lineno),
         )
         self._driver.next_iteration = checked_start(start_iteration)
+
+    def _made_engine(self, seeds: TaskSeeds, mode: Callable[[], object]) -> Engine:
+        """Return the engine for the verified plan, without a check of effects."""
+        program = self._verified.program
+        return Engine(
+            program=program,
+            tasks={task.name: task for task in self.tasks},
+            device=self.device,
+            streams=make_streams(self.plan, self.device),
+            # A simulated device brings the threads and counters of its simulation.
+            host=getattr(self.device, "host", None) or Host(),
+            shortcuts=Shortcuts(self.device),
+            seeds=seeds,
+            context=self.context,
+            observers=self._observers,
+            mode=mode,
+            # At depth 1 the batch pulled last is the one whose tasks run, which Accelerate's
+            # loaders need.
+            pull_check=PreparedCheck if program.depth > 1 else None,
+            releases=self._verified.releases,
+        )
+
+    def _overlaps(self) -> bool:
+        """Return whether two tasks can run at once, on two threads, streams or iterations."""
+        lanes = {
+            (entry.thread_group, self.device.has_streams and entry.stream)
+            for entry in self.plan.schedule.values()
+        }
+        return self._verified.program.depth > 1 or len(lanes) > 1
 
     def __repr__(self) -> str:
         # Up to nine names are shown; of more, the first eight and the number of the rest.
@@ -205,11 +206,6 @@ class SWPipeline(ShortcutControl[C]):
         """Return the batch that each task works on, period by period, for a notebook."""
         shown = f"{self!r}\n\n{self.format_schedule(self.plan.depth + 3)}"
         return f"<pre>{escape(shown)}</pre>"
-
-    def in_flight_of_others(self, iterator: Iterator[Any]) -> int:
-        """Return how many iterations in flight were pulled from an iterator other than this one."""
-        run = self._driver.run
-        return 0 if run is None or run.admission.iterator is iterator else run.in_flight
 
     @property
     def in_flight(self) -> int:
@@ -355,16 +351,6 @@ class SWPipeline(ShortcutControl[C]):
         """
         return self._driver.drop()
 
-    def settle(self) -> None:
-        """Wait until no thread uses the loader before the next call for an iteration.
-
-        It is needed with a plan's ``pull_group``, which also pulls batches between two calls.
-        Afterwards the batches of all iterations that were begun are pulled, or the data has ended.
-        """
-        with self._driver:
-            if self._driver.run is not None:
-                self._driver.run.settle()
-
     def agree(self) -> None:
         """Compare the plan across ranks, as the first ``progress`` does. Later calls do nothing."""
         self._driver.agree()
@@ -441,30 +427,6 @@ class SWPipeline(ShortcutControl[C]):
 
         return traced(self._driver.engine, self._verified.resolved, last, self.observe)
 
-    def check_idle(self, purpose: str) -> None:
-        """Raise RuntimeError if the pipeline is closed, or iterations are in flight."""
-        with self._driver:
-            self._driver.refuse_in_flight(purpose)
-
-    @contextmanager
-    def borrow(self) -> Iterator[None]:
-        """Use an idle pipeline for measurements; its state is restored afterwards, also on failure.
-
-        Within the block no task is watched, and shortcut tasks fill new caches; the existing caches
-        stay unchanged. ``next_iteration`` is restored.
-        """
-        self.check_idle("borrowing it")
-        shortcuts = Shortcuts(self.device)
-        shortcuts.enable_like(self._driver.engine.shortcuts)
-        # A measurement has no loop body, so plans without one are allowed.
-        asks = self._asks_of_body
-        self._asks_of_body = False
-        try:
-            with self._driver.borrowed(shortcuts, self.context):
-                yield
-        finally:
-            self._asks_of_body = asks
-
     def format_schedule(self, periods: int) -> str:
         """Return a table of the iterations that tasks work on in the first ``periods`` periods."""
         return format_grid(self.plan, self._verified.resolved.period_order, periods)
@@ -486,7 +448,7 @@ class SWPipeline(ShortcutControl[C]):
 
         ``streams`` says whether the device has streams; None for the pipeline's own device.
         """
-        from swpipe._engine.program_text import format_program
+        from swpipe.program.program_text import format_program
 
         streams = self.device.has_streams if streams is None else streams
         return format_program(compile_plan(self._verified.resolved, streams=streams))
@@ -522,3 +484,50 @@ class SWPipeline(ShortcutControl[C]):
 
     def __exit__(self, *failure: object) -> None:
         self.close()
+
+
+# What loops, profilers and systems do with a pipeline. A training loop calls none of these, so they
+# are no members of the class.
+
+
+def settle(pipe: SWPipeline[Any]) -> None:
+    """Wait until no thread uses the loader before the next call for an iteration.
+
+    It is needed with a plan's ``pull_group``, which also pulls batches between two calls.
+    Afterwards the batches of all iterations that were begun are pulled, or the data has ended.
+    """
+    with pipe._driver:
+        if pipe._driver.run is not None:
+            pipe._driver.run.settle()
+
+
+def in_flight_of_others(pipe: SWPipeline[Any], iterator: Iterator[Any]) -> int:
+    """Return how many iterations in flight were pulled from an iterator other than this one."""
+    run = pipe._driver.run
+    return 0 if run is None or run.admission.iterator is iterator else run.in_flight
+
+
+def check_idle(pipe: SWPipeline[Any], purpose: str) -> None:
+    """Raise RuntimeError if the pipeline is closed, or iterations are in flight."""
+    with pipe._driver:
+        pipe._driver.refuse_in_flight(purpose)
+
+
+@contextmanager
+def borrowed(pipe: SWPipeline[Any]) -> Iterator[None]:
+    """Use an idle pipeline for measurements; its state is restored afterwards, also on failure.
+
+    Within the block no task is watched, and shortcut tasks fill new caches; the existing caches
+    stay unchanged. ``next_iteration`` is restored.
+    """
+    check_idle(pipe, "borrowing it")
+    shortcuts = Shortcuts(pipe.device)
+    shortcuts.enable_like(pipe._driver.engine.shortcuts)
+    # A measurement has no loop body, so plans without one are allowed.
+    asks = pipe._asks_of_body
+    pipe._asks_of_body = False
+    try:
+        with pipe._driver.borrowed(shortcuts, pipe.context):
+            yield
+    finally:
+        pipe._asks_of_body = asks

@@ -94,7 +94,7 @@ def test_a_number_is_a_device_of_the_accelerator(monkeypatch: pytest.MonkeyPatch
     ("name", "where"),
     [
         ("_defs", "pipe.tasks"),
-        ("_cuda_events", "record_all_events=True"),
+        ("_cuda_events", "format_program"),
         ("_sequencer", "globally_ordered=True"),
         ("_shortcut_cache", "enable_shortcut"),
     ],

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, TaskSchedule
-from swpipe._engine.program import compile_plan
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.validation import validate
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
+from swpipe.program import compile_plan
 from swpipe.schedulable import SameProgressSyncSide, Schedule, Stage, StreamPool, Task
 from swpipe.schedulable.translation import translate
 from tests.support.safety import verify_tasks

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from swpipe import HOST, DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe._engine.program import compile_plan
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.last_readers import ReleasePlace, ReleasePlaces
 from swpipe.core.costs import CostModel, TaskCost
@@ -18,6 +17,7 @@ from swpipe.errors import PlanError
 from swpipe.planning import simulate
 from swpipe.plans.prefetch import prefetch_plan
 from swpipe.plans.published.joint import joint_search
+from swpipe.program import compile_plan
 from tests.device.virtual import VirtualDevice
 from tests.support.safety import verify_tasks
 
@@ -138,7 +138,7 @@ def test_no_stream_is_made_current_for_it() -> None:
         },
         order=["copy", "read", "train"],
     )
-    with SWPipeline(given, tasks, device=device, host=device.host) as pipe:
+    with SWPipeline(given, tasks, device=device) as pipe:
         pipe.run([0])
     assert found[0] is not found[1]
 
@@ -152,7 +152,7 @@ def test_one_that_uses_the_device_is_refused() -> None:
     ]
     given = PipelinePlan({"read": TaskSchedule(stream=HOST), "train": TaskSchedule()})
     with (
-        SWPipeline(given, tasks, device=device, host=device.host, check_effects=True) as pipe,
+        SWPipeline(given, tasks, device=device, check_effects=True) as pipe,
         pytest.raises(PlanError, match="'read' used tensors of a device on iteration 1"),
     ):
         # Of the devices, all machines have this one.

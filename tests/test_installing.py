@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layout import LINKED, ROOT
+from tests.test_layout import LINKED, ROOT, imported, parsed
 
 needs_repository = pytest.mark.skipif(not (ROOT / ".src").exists(), reason="needs the repository")
 
@@ -95,6 +95,24 @@ def test_a_clone_called_swpipe_does_not_hide_the_package(site: Path) -> None:
         assert file.is_relative_to(folder / "swpipe" / ".src")
     package = Path(done.stdout.split()[0]).parent
     assert (package / "py.typed").exists()
+
+
+@needs_repository
+def test_a_system_outside_the_package_needs_public_names_only(site: Path) -> None:
+    """A system of another repository trains under its plan with the serial numbers."""
+    folder = site.parents[3]
+    shutil.copy(ROOT / "tests" / "support" / "outside_system.py", folder)
+    done = run([folder / "venv" / "bin" / "python", "-W", "error", "outside_system.py"], folder)
+    assert done.stderr == ""
+    assert "the same numbers" in done.stdout
+
+
+def test_that_system_imports_no_private_name() -> None:
+    """It stands for the systems of others, which cannot rely on private modules."""
+    tree = parsed(ROOT / "tests" / "support" / "outside_system.py")
+    modules = {one.name.rpartition(".")[0] for one in imported(tree, "") if "swpipe" in one.name}
+    assert modules
+    assert not [name for name in modules if "._" in name]
 
 
 @needs_repository

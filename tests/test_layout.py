@@ -50,6 +50,9 @@ EDGE = ("cli", "testing", "__init__")
 SHARED_NAMES = {"pipeline_parallel", "torchrec", "transformer"}
 """A workload's name, in ``plans`` and in ``tasks``; what each takes from TorchRec."""
 
+SYSTEMS = ("plans", "schedulable", "tasks")
+"""Rooms that could each be in a repository of their own: they import public names only."""
+
 WORKLOADS = ("dynamicemb", "fbgemm_gpu", "megatron", "pandas", "polars", "torchmetrics", "torchrec")
 """What the framework never imports."""
 
@@ -131,6 +134,59 @@ def test_imports_go_one_way() -> None:
     assert wrong_imports(PACKAGE) == []
 
 
+def private_imports_of_systems(package: Path) -> list[str]:
+    """The private modules and names of swpipe that systems import, as ``file:line: name``.
+
+    A system's own private modules are its own: ``swpipe.tasks.torchrec._torchrec``. A string that
+    names a private module is an import, too, made late.
+    """
+    private = []
+    for room in SYSTEMS:
+        for path in sorted((package / room).rglob("*.py")):
+            parts = path.relative_to(package).parts
+            own = ".".join(["swpipe", *parts[: min(2, len(parts) - 1)]])
+            tree = parsed(path)
+            folder = ".".join(["swpipe", *parts[:-1]])
+            names = [(one.name, one.line) for one in imported(tree, folder)]
+            names += [
+                (node.value, node.lineno)
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            ]
+            private += [
+                f"{path.relative_to(package)}:{line}: {name}"
+                for name, line in names
+                if re.match(r"swpipe\.(?:\w+\.)*_", name) and not name.startswith(f"{own}.")
+            ]
+    return private
+
+
+def test_systems_import_public_names_only() -> None:
+    """A system of another repository can use whatever tasks, plans and ``schedulable`` use."""
+    assert private_imports_of_systems(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from swpipe._values.walk import tensors_in",
+        "from swpipe import _values",
+        "import swpipe._engine.run",
+        "from swpipe.core.plan import _checked",
+        "def late():\n    from ..._values import walk",
+        'WHERE = "swpipe._distributed.even_data"',
+        "from swpipe.tasks.other._parts import part",
+    ],
+)
+def test_a_private_import_of_a_system_is_found(tmp_path: Path, code: str) -> None:
+    """Each way to import a private module or name is found; the system's own are allowed."""
+    folder = tmp_path / "tasks" / "toy"
+    folder.mkdir(parents=True)
+    own = "from swpipe.tasks.toy._parts import part\nfrom swpipe.values import tensors_in\n"
+    (folder / "step.py").write_text(f"{own}{code}\n")
+    assert len(private_imports_of_systems(tmp_path)) == 1
+
+
 def module_graph(package: Path) -> dict[str, set[str]]:
     """Module to the modules of ``package`` that it imports, inside functions too."""
     paths = {}
@@ -194,7 +250,7 @@ def test_no_public_name_hides_a_module() -> None:
     assert hidden == []
 
 
-MOST_LOADED, MOST_LOADED_WATCHED = 91, 110
+MOST_LOADED, MOST_LOADED_WATCHED = 92, 111
 """Modules of swpipe that a run loads up to its first batch; and with pure tasks, to watch them."""
 
 BY_TORCH_ITSELF = {"torch.utils._device"}

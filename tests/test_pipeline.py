@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
+from swpipe.pipeline import borrowed
 from swpipe.trace import Observer
 from tests.support.plans_for_tests import NAMES, piped, spread, task, tasks
 from tests.support.sequencer import await_event
@@ -312,14 +313,14 @@ def test_only_an_idle_pipeline_can_be_borrowed() -> None:
         with pytest.raises(
             RuntimeError, match=r"iterations are in flight \(2\).*before borrowing it"
         ):
-            with pipe.borrow():
+            with borrowed(pipe):
                 pass
         pipe.drain()
-        with pipe.borrow():
+        with borrowed(pipe):
             assert pipe.run(range(3)).iterations == 3
         assert pipe.next_iteration == 2
     with pytest.raises(RuntimeError, match="closed: make a new one"):
-        with pipe.borrow():
+        with borrowed(pipe):
             pass
 
 
@@ -329,7 +330,7 @@ def test_a_borrowed_pipeline_has_caches_of_its_own() -> None:
     with SWPipeline(piped(), tasks(dist=lambda ctx: cached.append(ctx.batch))) as pipe:
         pipe.enable_shortcut("dist")
         pipe.run([1, 2])
-        with pipe.borrow():
+        with borrowed(pipe):
             pipe.run([3, 4])
         pipe.run([5, 6])
     assert cached == [1, 3]

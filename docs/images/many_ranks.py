@@ -15,10 +15,10 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 
 from bench import recsys14  # noqa: E402 - from the repository, wherever this is run
-from swpipe._engine.program import compile_plan  # noqa: E402
 from swpipe.core.resolved import resolve_plan  # noqa: E402
 from swpipe.planning import Ranks  # noqa: E402
 from swpipe.planning.rank_simulation import step_us  # noqa: E402
+from swpipe.program import compile_plan  # noqa: E402
 
 NUMBERS = (1, 8, 64, 256, 1_024, 4_096)
 PLANS = {

@@ -32,13 +32,13 @@ from swpipe._distributed.even_data import EvenIterator, OutOfStepError
 from swpipe._engine import release
 from swpipe._engine.bind import Step, observe
 from swpipe._engine.iterations import InFlight, InFlightIterations, PushedBatches
-from swpipe._engine.program import ADMIT, Instruction
 from swpipe._engine.randomness import this_thread
 from swpipe._engine.torch_state import TorchState
 from swpipe.core.context import TypedContext
 from swpipe.core.plan import PULL
 from swpipe.device import Event
 from swpipe.errors import add_note
+from swpipe.program import ADMIT, Instruction
 
 _NOT_PULLED = TypedContext(None, -1)
 """The context of an admitted iteration whose batch is not yet pulled."""

@@ -28,10 +28,10 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from swpipe._engine.iterations import InFlightIterations, TaskCheck
-from swpipe._engine.program import SOURCES, Instruction
 from swpipe._engine.torch_state import ThreadTorchState
 from swpipe.core.task import PipelineTask
 from swpipe.device import Stream
+from swpipe.program import SOURCES, Instruction
 
 Step: TypeAlias = Callable[[int], None]
 """A function that runs one instruction on one iteration, counted from 0 within the run."""

@@ -13,7 +13,6 @@ from typing import Any, Protocol, Self
 import torch
 
 from swpipe._engine.observers import Observer
-from swpipe._engine.program import SOURCES, Instruction, Program
 from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
 from swpipe._engine.torch_state import TorchState
 from swpipe._engine.waiting import Cancelled, Host
@@ -23,6 +22,7 @@ from swpipe.core.releases import Releases
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, Event, Stream
 from swpipe.errors import add_note
+from swpipe.program import SOURCES, Instruction, Program
 from swpipe.shortcut import Shortcuts
 
 FOREVER = sys.maxsize

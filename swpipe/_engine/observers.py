@@ -10,9 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.autograd import profiler
 
-from swpipe._engine.program import Instruction
 from swpipe.core.messages import shown
 from swpipe.device import Device
+from swpipe.program import Instruction
 
 
 @runtime_checkable

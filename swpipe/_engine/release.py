@@ -50,11 +50,11 @@ from typing import Any, NamedTuple
 
 from swpipe._engine.bind import Step
 from swpipe._engine.iterations import InFlightIterations
-from swpipe._engine.program import Instruction
 from swpipe.core.context import RELEASED, TypedContext
 from swpipe.core.messages import listed
 from swpipe.core.releases import Release, Releases
 from swpipe.device import Event
+from swpipe.program import Instruction
 
 
 def with_releases(

@@ -57,13 +57,13 @@ from swpipe._engine.admission import Admission
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
 from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterations, reset_states
 from swpipe._engine.process import add_run, remove_run
-from swpipe._engine.program import BEGIN, OWN, SOURCES, Instruction, Lane
 from swpipe._engine.release import finish, warn_of_missing, with_releases
 from swpipe._engine.torch_state import Mode, ThreadTorchState, torch_state
 from swpipe._engine.waiting import Cancelled, HostThread, ProgressCounter
 from swpipe.core.context import TypedContext
 from swpipe.core.plan import PULL
 from swpipe.errors import StallError, add_note
+from swpipe.program import BEGIN, OWN, SOURCES, Instruction, Lane
 
 JOIN_GRACE_S = 0.1
 """The time in seconds, in all, that a run that fails or is closed waits for running tasks."""

@@ -10,13 +10,13 @@ from typing import Any
 from swpipe._distributed.rank_checks import tell_failure
 from swpipe._engine.iterations import Engine, reset_states
 from swpipe._engine.observers import Observer, observing
-from swpipe._engine.program import Instruction, compile_plan
 from swpipe._engine.release import begin, finish, let_go
 from swpipe.core.context import C, TypedContext
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask
 from swpipe.errors import add_note
+from swpipe.program import Instruction, compile_plan
 
 
 class SerialLane:

@@ -30,9 +30,9 @@ from swpipe._distributed.rank_checks import (
     rank_prefix,
 )
 from swpipe._engine.interruption import GRACE_S, LOOK_COUNTS_AT_MOST, end_thread
-from swpipe._engine.program import SOURCES, HostWait
 from swpipe._engine.waiting import ProgressCounter, WorkerThread
 from swpipe.errors import StallError, write_error
+from swpipe.program import SOURCES, HostWait
 
 if TYPE_CHECKING:
     from swpipe._engine.run import LaneRunner, Run

@@ -39,7 +39,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Self
 
-from swpipe._engine.program import (
+from swpipe.core.dependence import topological
+from swpipe.core.plan import BODY, PULL, PipelinePlan, StreamRef
+from swpipe.core.resolved import ResolvedPlan
+from swpipe.program import (
     ADMIT,
     BEGIN,
     RETIRE,
@@ -48,9 +51,6 @@ from swpipe._engine.program import (
     Program,
     compile_plan,
 )
-from swpipe.core.dependence import topological
-from swpipe.core.plan import BODY, PULL, PipelinePlan, StreamRef
-from swpipe.core.resolved import ResolvedPlan
 
 
 class _Known(NamedTuple):

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
-from swpipe._engine.program import RETIRE, Program
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.effects import EffectTable
 from swpipe.core.messages import listed
@@ -30,6 +29,7 @@ from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.releases import Release, Releases
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task import PipelineTask
+from swpipe.program import RETIRE, Program
 
 Uses: TypeAlias = Mapping[str, frozenset[str] | None]
 """Task to the attributes that it uses; None for a task whose attributes are not known."""

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from swpipe._engine.program import RETIRE
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.last_readers import ReleasePlaces
 from swpipe.core.messages import in_bytes as in_words
@@ -33,6 +32,7 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task_memory import KEPT, WORKING, Block, TaskMemory, holder
 from swpipe.errors import Problem
+from swpipe.program import RETIRE
 
 SHOWN_BLOCKS = 3
 """The number of the largest blocks that a message names."""

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swpipe._engine.program import Program, compile_plan
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.last_readers import with_releases
 from swpipe.analysis.memory import Footprint, bytes_in_flight, memory_problems
@@ -41,6 +40,7 @@ from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import PipelineTask
 from swpipe.core.task_memory import TaskMemory
 from swpipe.errors import PlanError, Problem
+from swpipe.program import Program, compile_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,6 @@ def verify_for_run(
     streams: bool,
     keep: Sequence[str] | None = None,
     run_ahead: int | None = None,
-    record_all: bool = False,
 ) -> VerifiedPlan:
     """Verify a plan for a pipeline's device, and compile it.
 
@@ -205,7 +204,6 @@ def verify_for_run(
         streams: Whether this device has streams.
         keep: A value to replace the plan's; None for the plan's.
         run_ahead: A value to replace the plan's; None for the plan's.
-        record_all: Whether the program records the events of all tasks.
 
     Raises:
         PlanError: Lists all problems.
@@ -231,7 +229,7 @@ def verify_for_run(
     # Compiled once: the checks, the pipeline and its drawings all use this program.
     declared = Declared.by(in_order)
     releases = None
-    program = compile_plan(resolved, streams=streams, record_all=record_all)
+    program = compile_plan(resolved, streams=streams)
     before = HappensBefore(program)
     # Undeclared tasks have no effects here, since the plan's order stands for their declaration.
     if effects is None:

@@ -42,7 +42,7 @@ from swpipe.loops.loader_pass import LoaderPass, PulledLoader
 from swpipe.loops.pass_generators import PassGenerators, names_told
 from swpipe.loops.place_in_pass import begun_at
 from swpipe.loops.saved_state import OF_PLACE, checked_state, complete
-from swpipe.pipeline import SWPipeline
+from swpipe.pipeline import SWPipeline, in_flight_of_others, settle
 
 Out = TypeVar("Out", covariant=True)  # noqa: PLC0105 - as the other pipelines call it
 
@@ -458,7 +458,7 @@ class ResumableLoop(Generic[Out]):
         if self._changed_early():
             return
         if self.counted and self._is_complete(current) and not pipe.closed:
-            pipe.settle()  # this lets the pipeline find the end of the loader
+            settle(pipe)  # this lets the pipeline find the end of the loader
         if not failed:  # an error has already dropped them, and leave() counts its iteration
             self._count(current)
         pipe.drop()
@@ -512,7 +512,7 @@ class ResumableLoop(Generic[Out]):
             return
         if isinstance(pipe, SWPipeline):
             if not pipe.closed:
-                pipe.settle()
+                settle(pipe)
             current.handed_out = current.fed - pipe.in_flight
         else:
             current.handed_out = current.fed - pipe.state_dict()["in_flight"]
@@ -523,7 +523,7 @@ class ResumableLoop(Generic[Out]):
 
     def _others_in_flight(self, current: LoaderPass) -> int:
         pipe = self.pipe
-        return pipe.in_flight_of_others(current.iterator) if isinstance(pipe, SWPipeline) else 0
+        return in_flight_of_others(pipe, current.iterator) if isinstance(pipe, SWPipeline) else 0
 
     def _refuse_running(self) -> None:
         if self._running is not None:

@@ -37,7 +37,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from swpipe._engine.program import ADMIT, Program
 from swpipe.core.costs import CostModel
 from swpipe.core.dependence import topological
 from swpipe.core.plan import PULL
@@ -53,6 +52,7 @@ from swpipe.planning.ranks import Ranks, RankStep
 from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.interval import interval_of
 from swpipe.planning.simulation.timed_graph import TimedGraph, rings, timed_graph
+from swpipe.program import ADMIT, Program
 
 _Times: TypeAlias = NDArray[np.float64]
 

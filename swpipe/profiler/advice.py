@@ -24,7 +24,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swpipe._distributed.shared_cores import cores, ranks_on_machine
-from swpipe._engine.program import OWN
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import (
     Effects,
@@ -39,6 +38,7 @@ from swpipe.core.task import PipelineTask
 from swpipe.errors import PlanError
 from swpipe.profiler.figures import Advice, Figures
 from swpipe.profiler.spread import Estimate, ms, short_ms, within
+from swpipe.program import OWN
 
 if TYPE_CHECKING:
     from swpipe.planning.simulation.interval import Limit

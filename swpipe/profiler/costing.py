@@ -37,19 +37,19 @@ from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from swpipe._engine.program import Instruction
 from swpipe._engine.waiting import Host
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
 from swpipe.core.task import TaskRef, name_of
 from swpipe.device import Device
-from swpipe.pipeline import SWPipeline
+from swpipe.pipeline import SWPipeline, borrowed, check_idle
 from swpipe.profiler.figures import table_us
 from swpipe.profiler.host import HostObserver
 from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rounds import Counts
 from swpipe.profiler.thread_costs import GilContender, GilTimes, measure_handover_s
 from swpipe.profiler.trial import trial_state
+from swpipe.program import Instruction
 from swpipe.trace.recorder import timed_event
 
 _US = 1e6
@@ -106,10 +106,10 @@ def measure_costs(
         raise ValueError("batches is empty: give at least one batch to measure on")
     # This only validates the numbers.
     Counts(num_warmup, num_measure)
-    pipe.check_idle("measuring costs")
+    check_idle(pipe, "measuring costs")
     saved = trial_state(pipe, batches[0], state, copy)
     timer = WindowTimer(pipe, batches, copy, num_warmup, num_measure, pipelined, pulls)
-    with saved.trial(), pipe.borrow():
+    with saved.trial(), borrowed(pipe):
         timer.window()  # not used: the first iterations allocate and compile
         if pulls is not None:
             pulls.measure()

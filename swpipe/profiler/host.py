@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from swpipe._engine.observers import Observer
-from swpipe._engine.program import Instruction
+from swpipe.program import Instruction
 
 
 class HostRun(NamedTuple):

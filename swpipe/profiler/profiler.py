@@ -16,7 +16,7 @@ from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PULL
 from swpipe.core.progress import progress_bar
 from swpipe.core.task import PipelineTask, TaskRef
-from swpipe.pipeline import SWPipeline
+from swpipe.pipeline import SWPipeline, borrowed, check_idle
 from swpipe.profiler.advice import LoopFacts, advise
 from swpipe.profiler.exposures import BASE, Exposures
 from swpipe.profiler.figures import busy_s
@@ -228,7 +228,7 @@ class TaskProfiler:
 
         If ``of_loop``, the loop is run through once first, and visits get the length that it needs.
         """
-        self.pipe.check_idle("profiling")
+        check_idle(self.pipe, "profiling")
         names, left_out = self._names(tasks)
         # All ranks have to run the same number of iterations, since they meet in collectives.
         if not is_alone():
@@ -253,7 +253,7 @@ class TaskProfiler:
         bar = progress_bar("profiling", " visits", total, shown=verbose)
         # Everything below runs inside the trial, so that state is restored also on failure or
         # Ctrl-C.
-        with bar, saved.trial(), self.pipe.borrow():
+        with bar, saved.trial(), borrowed(self.pipe):
             if of_loop:
                 passage, counts, section = self._passage(
                     timer, sample, counts, within_s, len(visits(kinds))

@@ -34,8 +34,8 @@ from statistics import median
 from typing import Any, Self
 
 from swpipe._engine.observers import Observer
-from swpipe._engine.program import Instruction
 from swpipe._engine.waiting import Cancelled, Host
+from swpipe.program import Instruction
 
 SWITCH_S = 20e-6
 """The interpreter's switch interval in seconds while the contender runs; the default is 5 ms."""

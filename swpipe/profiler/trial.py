@@ -21,7 +21,7 @@ from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.inference.operators import copied
 from swpipe.inference.shown_state import shown_state
-from swpipe.pipeline import SWPipeline
+from swpipe.pipeline import SWPipeline, borrowed
 from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rounds import Counts
 
@@ -42,7 +42,7 @@ def trial_state(
     """
     if state is None:
         # A borrowed pipeline gets its iteration number back, and its shortcuts stay untouched.
-        with pipe.borrow():
+        with borrowed(pipe):
             run = pipe.run_one_serial_iter
             state = shown_state(pipe.tasks, run, batch, pipe.device, copy or copied)
     return LoopState(pipe.tasks, state, pipe.device)
@@ -111,6 +111,6 @@ def try_plans(
                 )
                 # Each window starts from the saved state, or later plans would train on what
                 # earlier ones left.
-                with saved.trial(), pipes[name].borrow():
+                with saved.trial(), borrowed(pipes[name]):
                     samples[name] += timer.window()
     return {name: fmean(each) for name, each in samples.items()}

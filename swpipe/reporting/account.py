@@ -30,13 +30,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from swpipe._distributed.shared_cores import cores, ranks_on_machine
-from swpipe._engine.program import OWN, SOURCES
 from swpipe.core.messages import counted, listed
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.resolved import dependences_of
 from swpipe.planning import lower_bounds
 from swpipe.profiler import ProfileResult
 from swpipe.profiler.spread import Estimate, short_ms, within
+from swpipe.program import OWN, SOURCES
 from swpipe.trace import CriticalPath
 from swpipe.trace.critical_path import GAPS
 from swpipe.trace.span import Kind as RowKind

@@ -6,9 +6,9 @@ import html
 from collections.abc import Mapping
 from dataclasses import replace
 
-from swpipe._engine.program import SOURCES
 from swpipe.profiler import ProfileResult
 from swpipe.profiler.plot import Bars, bar_chart_svg
+from swpipe.program import SOURCES
 from swpipe.reporting.account import LOADER
 from swpipe.trace import Trace, format_stacked, svg_stacked
 

@@ -26,7 +26,7 @@ from swpipe.core.messages import counted, listed
 from swpipe.core.plan import PULL, PipelinePlan, StreamSpec, streams_of
 from swpipe.core.task import PipelineTask
 from swpipe.device import resolve
-from swpipe.pipeline import SWPipeline
+from swpipe.pipeline import SWPipeline, borrowed
 from swpipe.profiler import ProfileResult, measure_costs
 from swpipe.profiler.spread import ms, within
 from swpipe.profiler.trial import trial_state
@@ -74,7 +74,7 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
         saved = trial_state(pipe, loop.batches[0], loop.state)
         recorder = WaitRecorder(pipe.device)
         feed = cycle(loop.batches)
-        with saved.trial(), pipe.borrow():
+        with saved.trial(), borrowed(pipe):
             # Warm-up iterations wait for allocations and compilation, which are no findings.
             for _ in range(_WARM_UP):
                 pipe.run_one_serial_iter(next(feed))

@@ -32,7 +32,7 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import PlanError
-from swpipe.pipeline import SWPipeline
+from swpipe.pipeline import SWPipeline, borrowed
 from swpipe.planning import simulate
 from swpipe.profiler import Advice, ProfileResult, TaskProfiler
 from swpipe.profiler.advice import MOST
@@ -238,7 +238,7 @@ def _measure(
         if pulls is not None:
             pulls.measure()
             batches = pulls.batches()
-        with trial_state(pipe, loop.batches[0], None).trial(), pipe.borrow():
+        with trial_state(pipe, loop.batches[0], None).trial(), borrowed(pipe):
             pipe.run(islice(batches, _WARM_UP))
             timed_s = pipe.run(islice(batches, _WARM_UP)).seconds
             # Ranks must run the same number of iterations, so the slowest one determines it.
@@ -335,7 +335,7 @@ class _Trials(NamedTuple):
         said: Any = {"device": loop.device, "context": loop.context, "check_effects": False}
         with SWPipeline(plan, loop.tasks, **said) as pipe:
             saved = trial_state(pipe, loop.batches[0], None)
-            with saved.trial(), pipe.borrow():
+            with saved.trial(), borrowed(pipe):
                 batches = loop.batches.section(0, Window().num_measure)
                 cpu_s = {name: profile.cpu_s(name) for name in profile.host_s}
                 return contention(pipe, batches, profile.host_s, cpu_s, len(batches))

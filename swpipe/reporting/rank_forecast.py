@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from swpipe._engine.program import compile_plan
 from swpipe.core.messages import in_ms
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
@@ -13,6 +12,7 @@ from swpipe.planning import Limits, RankStep
 from swpipe.planning.modulo.input_slack import with_slack
 from swpipe.planning.rank_simulation import rank_step
 from swpipe.profiler.rank_differences import RankDifferences
+from swpipe.program import compile_plan
 
 MANY = 1_024
 """The smallest number of ranks for which ``RankForecast.many`` is computed."""

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from swpipe._engine.observers import Observer
-from swpipe._engine.program import Instruction
 from swpipe.device import Device, on_cpu
 from swpipe.inference.operators import COLLECTIVES, OperatorRecorder, tensors_of
+from swpipe.program import Instruction
 from swpipe.reporting.finding import Finding
 
 SYNC = "host-sync"

@@ -23,7 +23,6 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from swpipe._values.walk import record_stream
 from swpipe.core.context import IterContext
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PipelinePlan, TaskSchedule
@@ -34,6 +33,7 @@ from swpipe.schedulable.declared_task import Task
 from swpipe.schedulable.schedule import Schedule, Stage, Waits, period_order, stream_waits
 from swpipe.schedulable.slot_context import Home, PeriodContext, TaskContext, TaskPlace
 from swpipe.schedulable.stream_pool import DEFAULT, StreamPool
+from swpipe.values import record_stream
 
 ThreadMap: TypeAlias = (
     Literal["by_stream", "per_task"] | Mapping[str, str] | Callable[[Task], str] | None

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swpipe._values.walk import map_tensors
 from swpipe.core.messages import shown
 from swpipe.schedulable.declared_task import Task
 from swpipe.schedulable.slot_context import BATCH, RESULT, TaskContext
+from swpipe.values import map_tensors
 
 
 def training_tasks(

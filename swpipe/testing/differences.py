@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from swpipe._engine.program import RETIRE
 from swpipe._values.context_log import ContextWatch
 from swpipe._values.generators import default_generators, set_default_generators
 from swpipe.core.messages import shown
@@ -31,6 +30,7 @@ from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, resolve
 from swpipe.pipeline import SWPipeline
+from swpipe.program import RETIRE
 from swpipe.testing.compared_values import DELETED, copies, first_unequal, leaves_by_name
 from swpipe.testing.same_numbers import Loop, tasks_of
 

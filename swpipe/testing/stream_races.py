@@ -32,7 +32,6 @@ from torch._C import _has_storage as has_storage
 
 import swpipe
 from swpipe._engine.observers import Observer, Observers
-from swpipe._engine.program import Instruction
 from swpipe._values.storages import Storages, described
 from swpipe._values.walk import parts_of
 from swpipe.device import on_cpu, resolve
@@ -40,6 +39,7 @@ from swpipe.device.trace_callbacks import stream_number, trace_callbacks
 from swpipe.inference.operators import ALIASED, OperatorRecorder, tensors_of
 from swpipe.loops.overlapping import overlap
 from swpipe.pipeline import SWPipeline
+from swpipe.program import Instruction
 from swpipe.testing.same_numbers import Loop, tasks_of
 from swpipe.testing.stream_clocks import HOST, Bytes, MemoryHistory, StreamClocks, Use
 

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from swpipe._engine.program import ADMIT, RETIRE
 from swpipe.analysis.last_readers import ReleasePlace
 from swpipe.core.drawing import CALLERS_STREAM
 from swpipe.core.messages import counted, in_bytes
 from swpipe.core.plan import PULL
 from swpipe.core.task_memory import WORKING, Block, TaskMemory, holder
+from swpipe.program import ADMIT, RETIRE
 from swpipe.trace.span import Span
 
 _NAMED = 3  # the number of holdings named in a line

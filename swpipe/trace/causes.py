@@ -19,8 +19,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from swpipe._engine.program import ADMIT, OWN, RETIRE
 from swpipe.core.plan import PULL
+from swpipe.program import ADMIT, OWN, RETIRE
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Span, in_order
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from swpipe._engine.program import OWN
+from swpipe.program import OWN
 from swpipe.trace.causes import Causes
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Panel, Row, Span, extent_ns, in_order

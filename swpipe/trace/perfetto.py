@@ -19,13 +19,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from swpipe._engine.program import OWN, RETIRE
 from swpipe.core.files import read_text, replacing, write_atomically
 from swpipe.core.messages import shorten, shown
 from swpipe.core.plan import MOST_ITERATIONS, PULL
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.core.task import is_label, is_name
 from swpipe.errors import PlanError
+from swpipe.program import OWN, RETIRE
 from swpipe.trace.span import Kind, Row, Span, rows_of
 
 PROCESSES: dict[Kind, tuple[int, str]] = {"thread": (1, "thread groups"), "stream": (2, "streams")}

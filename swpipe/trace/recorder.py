@@ -28,10 +28,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from swpipe._engine.iterations import Engine
-from swpipe._engine.program import ADMIT, OWN, Instruction, Program
 from swpipe.core.drawing import stream_name
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.device import Device, Stream
+from swpipe.program import ADMIT, OWN, Instruction, Program
 from swpipe.trace.perfetto import arrows_of
 from swpipe.trace.span import Row, Span, in_order
 from swpipe.trace.trace import Trace

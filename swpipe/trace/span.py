@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
-from swpipe._engine.program import OWN
+from swpipe.program import OWN
 
 Kind: TypeAlias = Literal["thread", "stream"]
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import is_alone, job_store
 from swpipe._engine.observers import Observer
-from swpipe._engine.program import RETIRE, SOURCES, Instruction
+from swpipe.program import RETIRE, SOURCES, Instruction
 
 _OF_RANK = "swpipe/steps/{}/{}"
 _numbers = count()

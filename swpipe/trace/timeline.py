@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from swpipe._engine.program import OWN
 from swpipe.core.pictures import (
     COLORS,
     FAINT,
@@ -29,6 +28,7 @@ from swpipe.core.pictures import (
     style_axes,
     svg_of,
 )
+from swpipe.program import OWN
 from swpipe.trace.span import Panel, Row, Span, extent_ns, rows_of
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from swpipe._engine.program import RETIRE
 from swpipe.core.records import Rows
 from swpipe.core.tables import table
 from swpipe.core.task import TaskRef, names_of
 from swpipe.core.task_memory import TaskMemory
+from swpipe.program import RETIRE
 from swpipe.trace import perfetto, timeline
 from swpipe.trace.bytes_in_flight import PeakMemory, peak_memory
 from swpipe.trace.chart import chart

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from swpipe._engine.program import compile_plan
 from swpipe.core.costs import CostModel
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning.rank_simulation import step_us
 from swpipe.planning.ranks import Ranks
+from swpipe.program import compile_plan
 from swpipe.tuning.tried_plans import Candidate
 
 

@@ -20,7 +20,9 @@ from swpipe._engine.admission import Admission
 from swpipe._engine.driver import Driver
 from swpipe.device.cpu import NoEvent
 from swpipe.errors import StallError
+from swpipe.pipeline import settle
 from swpipe.trace import Observer
+from tests.support.cpu_on import CpuOn
 from tests.support.hang import Hang, has_come_to
 from tests.support.pairs import pairwise_cases
 from tests.support.plans_for_tests import NAMES, piped, spread, tasks
@@ -118,7 +120,7 @@ def test_everybody_hears_of_a_failure_at_that_moment(
             raise Planted
 
     slow = {task: partial(second, task) for task in NAMES}
-    with SWPipeline(plan, tasks(**slow), device="cpu", host=host, stall_timeout_s=None) as pipe:
+    with SWPipeline(plan, tasks(**slow), device=CpuOn(host), stall_timeout_s=None) as pipe:
         with pytest.raises(Planted):
             pipe.run(range(30))
         # What was under way has come to its end, and others began in that very moment at most.
@@ -136,7 +138,7 @@ def test_a_hang_in_any_task_is_reported(
     """The stall's report says who is inside what; the pipeline runs on once the task returns."""
     plan, place = PLANS[which], Hang(monkeypatch)
     mine = tasks(**{name: at(iteration, place.hang)})
-    with SWPipeline(plan, mine, stall_timeout_s=0.1, host=place) as pipe:
+    with SWPipeline(plan, mine, stall_timeout_s=0.1, device=CpuOn(place)) as pipe:
         with pytest.raises(StallError, match="nothing has moved for 3600.0 s") as caught:
             pipe.run(range(10))
         assert f"inside task {name!r} of iteration {iteration}" in str(caught.value)
@@ -168,7 +170,7 @@ def test_a_caller_is_interrupted_though_a_library_hooked_sigint(
     rescue.start()
     signal.siginterrupt(signal.SIGINT, False)
     mine = tasks(forward=at(1, place.hang))
-    with SWPipeline(piped(), mine, stall_timeout_s=0.1, host=place) as pipe:
+    with SWPipeline(piped(), mine, stall_timeout_s=0.1, device=CpuOn(place)) as pipe:
         with pytest.raises(StallError, match="inside task 'forward' of iteration 1"):
             pipe.run(range(9))
     assert not place.release.is_set()
@@ -181,7 +183,7 @@ def test_a_stall_names_the_unmet_edge_and_shows_all_stacks(monkeypatch: pytest.M
     place = Hang(monkeypatch, noticed=lambda: has_come_to(pipe, "default", "dist", 3))
     plan = spread(("io", "default", "default", "default", "default"))
     hang = at(3, lambda: place.hang())
-    with SWPipeline(plan, tasks(h2d=hang), stall_timeout_s=0.1, host=place) as pipe:
+    with SWPipeline(plan, tasks(h2d=hang), stall_timeout_s=0.1, device=CpuOn(place)) as pipe:
         with pytest.raises(StallError) as caught:
             pipe.run(range(10))
         place.release.set()
@@ -205,7 +207,7 @@ def test_a_hanging_iterator_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
         yield 0
         place.hang()
 
-    with SWPipeline(piped(), tasks(), stall_timeout_s=0.1, host=place) as pipe:
+    with SWPipeline(piped(), tasks(), stall_timeout_s=0.1, device=CpuOn(place)) as pipe:
         with pytest.raises(StallError, match="pulling the batch of iteration 1"):
             pipe.run(data())
 
@@ -222,7 +224,7 @@ def test_what_waits_while_the_pipeline_fills_has_no_iteration_yet(
         place.hang()
         yield 0
 
-    with SWPipeline(plan, tasks(), stall_timeout_s=0.1, host=place) as pipe:
+    with SWPipeline(plan, tasks(), stall_timeout_s=0.1, device=CpuOn(place)) as pipe:
         with pytest.raises(StallError) as caught:
             pipe.run(data())
         place.release.set()
@@ -260,7 +262,7 @@ def test_a_caller_on_another_thread_gets_a_stall_as_soon_as_its_task_runs_python
 
     def drive() -> None:
         mine = tasks(step=at(2, spin))
-        with SWPipeline(piped(), mine, stall_timeout_s=0.1, host=place) as pipe:
+        with SWPipeline(piped(), mine, stall_timeout_s=0.1, device=CpuOn(place)) as pipe:
             try:
                 pipe.run(range(5))
             except StallError as error:
@@ -277,7 +279,7 @@ def test_time_between_calls_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None
     place, looked = Hang(monkeypatch), threading.Event()
     place.noticed = lambda: place.looks < 5 or looked.set() is not None
     data = iter(range(9))
-    with SWPipeline(piped(), tasks(), stall_timeout_s=0.05, host=place) as pipe:
+    with SWPipeline(piped(), tasks(), stall_timeout_s=0.05, device=CpuOn(place)) as pipe:
         pipe.fill_pipeline(data)
         place.inside.set()  # the watchdog's clock goes on for five hours
         await_event(looked, "the watchdog's fifth look")
@@ -314,7 +316,7 @@ def test_a_call_has_all_its_time_however_long_the_body_took(
     mine = tasks()
     plan = replace(PipelinePlan.serial(mine), pull_group="loader", pipeline_depth=None)
     data = batches()
-    with SWPipeline(plan, mine, device="cpu", stall_timeout_s=0.05, host=place) as pipe:
+    with SWPipeline(plan, mine, device=CpuOn(place), stall_timeout_s=0.05) as pipe:
         pipe.fill_pipeline(data)
         place.run = pipe._driver.run
         goes_on.set()
@@ -322,7 +324,7 @@ def test_a_call_has_all_its_time_however_long_the_body_took(
         place.inside.set()
         await_event(looked, "the watchdog's fifth look")
         place.counts = True
-        pipe.settle()
+        settle(pipe)
         place.release.set()
         assert pipe.progress(data).batch == 1
 

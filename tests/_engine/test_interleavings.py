@@ -8,6 +8,7 @@ import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from tests.support.budget import seeds
+from tests.support.cpu_on import CpuOn
 from tests.support.exploring import ExploringHost
 from tests.support.plans_for_tests import NAMES, piped, spread
 
@@ -34,7 +35,7 @@ def interleaving_of(plan: PipelinePlan, seed: int) -> list[tuple[str, int]]:
     """What ran when, over six batches."""
     host, ran = ExploringHost(seed), []
     tasks = tasks_that_tell(host, ran)
-    with SWPipeline(plan, tasks, device="cpu", host=host, stall_timeout_s=None) as pipe:
+    with SWPipeline(plan, tasks, device=CpuOn(host), stall_timeout_s=None) as pipe:
         assert [ctx.batch for ctx in pipe.iterate(range(6))] == list(range(6))
     return ran
 

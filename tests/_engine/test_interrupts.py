@@ -19,6 +19,7 @@ import torch
 import swpipe._engine.run
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe._engine.waiting import Host, HostThread
+from tests.support.cpu_on import CpuOn
 from tests.support.plans_for_tests import NAMES, piped, spread, tasks
 from tests.support.sequencer import PATIENCE_S, swpipe_threads
 
@@ -216,7 +217,7 @@ def test_a_worker_that_begins_after_the_end_ends_at_once() -> None:
             raise KeyboardInterrupt
 
     host = Late()
-    with SWPipeline(piped(), tasks(), device="cpu", host=host) as pipe:
+    with SWPipeline(piped(), tasks(), device=CpuOn(host)) as pipe:
         with pytest.raises(KeyboardInterrupt):
             pipe.run(range(3))
     (begin,) = host.begin

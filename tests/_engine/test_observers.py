@@ -18,8 +18,8 @@ from swpipe._engine.observers import (
     ProfilerRanges,
     nvtx_ranges,
 )
-from swpipe._engine.program import Instruction
 from swpipe.device import CpuDevice
+from swpipe.program import Instruction
 from tests.support.plans_for_tests import NAMES, piped, task, tasks
 from tests.support.sequencer import await_event
 

@@ -13,6 +13,7 @@ import torch
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe._engine.run import Run
 from swpipe.core.costs import CostModel, TaskCost
+from swpipe.pipeline import settle
 from swpipe.planning.simulation.simulator import simulate
 from tests.support.sequencer import await_event
 
@@ -93,7 +94,7 @@ def test_the_loader_is_called_between_two_calls(depth: int) -> None:
     with SWPipeline(replace(PLAN, pipeline_depth=depth), TASKS, device="cpu") as pipe:
         for number in range(9):
             assert pipe.progress(loader).iter_idx == number
-            pipe.settle()
+            settle(pipe)
             assert loader.pulled == min(number + depth, 9)
             assert pipe.in_flight == loader.pulled - number - 1
 
@@ -104,7 +105,7 @@ def test_an_end_of_the_data_that_is_found_between_two_calls_ends_the_threads() -
     with SWPipeline(LAST, TASKS, device="cpu") as pipe:
         loader = Loader(2)
         assert [pipe.progress(loader).iter_idx for _ in range(2)] == [0, 1]
-        pipe.settle()
+        settle(pipe)
         with pytest.raises(StopIteration):
             pipe.progress(loader)
         assert threading.active_count() == before
@@ -137,7 +138,7 @@ def test_the_loader_is_waited_for_where_a_task_of_its_group_waits_for_the_caller
     loader = Loader(5)
     with SWPipeline(plan, tasks, device="cpu", stall_timeout_s=60) as pipe:
         pipe.progress(loader)
-        pipe.settle()
+        settle(pipe)
         assert loader.pulled >= 2
         assert [ctx.z for ctx in pipe.iterate(loader)] == [3, 5, 7, 9]
 
@@ -157,7 +158,7 @@ def test_the_loader_is_waited_for_and_not_the_task_after_it() -> None:
     loader = Loader(5)
     with SWPipeline(plan, tasks, device="cpu", stall_timeout_s=None) as pipe:
         assert pipe.progress(loader).z == 1
-        pipe.settle()
+        settle(pipe)
         assert loader.pulled == 3
         released.set()
         assert [ctx.z for ctx in pipe.iterate(loader)] == [3, 5, 7, 9]

@@ -13,6 +13,7 @@ from swpipe._engine.randomness import GeneratorAccess, TaskSeeds
 from swpipe._engine.waiting import Cancelled, ProgressCounter
 from swpipe.device import CpuDevice
 from swpipe.errors import StallError
+from tests.support.cpu_on import CpuOn
 from tests.support.hang import Hang, has_come_to
 from tests.support.plans_for_tests import NAMES, NOBODY_ELSE, piped, spread, task, tasks
 from tests.support.sequencer import PATIENCE_S, await_event
@@ -131,7 +132,7 @@ def test_a_task_still_running_neither_delays_the_next_run_nor_changes_its_genera
     place = Hang(monkeypatch)
     mine = [hangs_once(place), *tasks()[1:]]
     before, after = drawn_from(5), drawn_from(6)
-    with SWPipeline(piped(), mine, seed=7, stall_timeout_s=0.1, host=place) as pipe:
+    with SWPipeline(piped(), mine, seed=7, stall_timeout_s=0.1, device=CpuOn(place)) as pipe:
         torch.manual_seed(5)
         with pytest.raises(StallError):
             pipe.run(range(9))
@@ -172,7 +173,7 @@ def test_who_waits_for_access_wakes_when_the_run_fails(monkeypatch: pytest.Monke
         task("gate", lambda _: await_event(place.inside, "the other task")),
         task("waits", io=[NOBODY_ELSE], random=True),
     ]
-    with SWPipeline(plan, mine, stall_timeout_s=0.1, host=place) as pipe:
+    with SWPipeline(plan, mine, stall_timeout_s=0.1, device=CpuOn(place)) as pipe:
         with pytest.raises(StallError) as caught:
             pipe.run(range(3))
         place.release.set()
@@ -193,7 +194,7 @@ def test_a_stall_reaches_a_caller_on_another_thread_that_waits_for_access_to_pul
 
     def drive() -> None:
         mine = [hangs_once(place), *tasks()[1:]]
-        with SWPipeline(piped(), mine, stall_timeout_s=0.1, host=place) as pipe:
+        with SWPipeline(piped(), mine, stall_timeout_s=0.1, device=CpuOn(place)) as pipe:
             try:
                 pipe.run(range(9))
             except StallError as error:

@@ -11,10 +11,10 @@ from itertools import product
 import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe._engine.program import ADMIT, RETIRE, compile_plan
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
+from swpipe.program import ADMIT, RETIRE, compile_plan
 from tests.device.virtual import VirtualDevice
 from tests.device.virtual.clocks import Clock, Stamp
 from tests.device.virtual.stream_queues import Item
@@ -56,8 +56,8 @@ def watched(plan: PipelinePlan, iterations: int, seed: int) -> Watch:
     """What the clocks said in one run on the virtual device."""
     device = VirtualDevice(seed)
     watch = Watch(device)
-    options = {"device": device, "host": device.host, "stall_timeout_s": None}
-    with SWPipeline(plan, watch.tasks(plan.schedule), **options) as pipe:  # type: ignore[arg-type]
+    tasks = watch.tasks(plan.schedule)
+    with SWPipeline(plan, tasks, device=device, stall_timeout_s=None) as pipe:
         # Drained: the pull that finds the end of the data would wait for the device once more.
         full = iterations >= plan.depth
         iterator = iter(range(iterations + full))

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from swpipe import PipelinePlan, TaskSchedule
-from swpipe._engine.program import compile_plan
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.memory import Held, bytes_in_flight, in_words, memory_problems
 from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task_memory import KEPT, WORKING, Block, TaskMemory
+from swpipe.program import compile_plan
 from tests.support.exhaustive import Exhaustive
 from tests.support.plans_for_tests import NAMES, spread
 

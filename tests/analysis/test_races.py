@@ -481,7 +481,7 @@ def test_a_pipeline_asks_for_the_device_that_it_has() -> None:
     SWPipeline(plan, TASKS, device="cpu").close()
     device = VirtualDevice()
     with pytest.raises(PlanError, match="'forward' on iteration i must come after 'step'"):
-        SWPipeline(plan, TASKS, device=device, host=device.host)
+        SWPipeline(plan, TASKS, device=device)
 
 
 def test_an_order_of_functions_is_none_of_their_device_work() -> None:

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 
 from swpipe import DeclaredIO, PipelinePlan, StreamSpec, SWPipeline, TaskSchedule
-from swpipe._engine import implied_edges
-from swpipe._engine.program import compile_plan
-from swpipe._engine.program_text import format_program
 from swpipe.analysis import Effects, Location, memory, verify
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.races import MOST_EXPLAINED
@@ -22,6 +19,8 @@ from swpipe.core.plan import MOST_ITERATIONS, MOST_TASKS, MOST_WORK
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task_memory import Block, TaskMemory
 from swpipe.errors import PlanError
+from swpipe.program import compile_plan, implied_edges
+from swpipe.program.program_text import format_program
 from tests.support.hostile import MOST_IN_ALL, MOST_IN_ONE_LINE
 from tests.support.plans_for_tests import task
 

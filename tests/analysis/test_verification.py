@@ -22,6 +22,7 @@ from swpipe.core.effects import DRAWS, UNKNOWN, Effects, Location
 from swpipe.core.plan import PULL
 from swpipe.core.task_memory import KEPT, Block, TaskMemory
 from swpipe.errors import PlanError
+from swpipe.pipeline import borrowed
 from swpipe.plans import prefetch_plan
 from swpipe.plans.torchrec import sparse_dist
 from tests.support.plans_for_tests import piped
@@ -327,7 +328,7 @@ def test_a_pipeline_refuses_a_body_beside_which_a_state_is_touched() -> None:
             with pytest.raises(PlanError, match=r"'scale', which the loop's body.*call run\(\)"):
                 call()
         assert pipe.run([1, 2, 3]).iterations == 3
-        with pipe.borrow():  # to be measured, without a body
+        with borrowed(pipe):  # to be measured, without a body
             assert len([*pipe.iterate([1, 2])]) == 2
         with pytest.raises(PlanError, match="which the loop's body"):
             pipe.progress(iter([1, 2]))

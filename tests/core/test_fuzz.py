@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swpipe import PipelinePlan
-from swpipe._engine.program import compile_plan
-from swpipe._engine.program_text import format_program
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import format_stages
+from swpipe.program import compile_plan
+from swpipe.program.program_text import format_program
 from tests.support.budget import examples
 from tests.support.hostile import NAMES, check_message, edited, mostly, table
 from tests.support.plans_for_tests import piped

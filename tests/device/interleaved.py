@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from swpipe import SWPipeline
+from tests.support.cpu_on import CpuOn
 from tests.support.exploring import ExploringHost
 from tests.support.machines import PlainMachine, outputs, serial_outputs, tasks_of
 from tests.support.strategies import Case
@@ -17,8 +18,7 @@ def wrong_on_cpu(case: Case) -> object:
         with SWPipeline(
             case.plan,
             tasks_of(machine, case.workload),
-            device="cpu",
-            host=host,
+            device=CpuOn(host),
             stall_timeout_s=None,
         ) as pipe:
             found = [outputs(ctx) for ctx in pipe.iterate(case.batches)]

@@ -70,6 +70,5 @@ APART = (Kind("accelerator", _accelerator, _on_accelerator, plans=20),)
 
 
 def pipeline(plan: PipelinePlan, device: Device) -> SWPipeline[Any]:
-    """A pipeline on a device; the virtual one has threads of its own."""
-    host = {"host": device.host} if isinstance(device, VirtualDevice) else {}
-    return SWPipeline(plan, device=device, **host)
+    """A pipeline on a device."""
+    return SWPipeline(plan, device=device)

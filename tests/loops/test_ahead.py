@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import swpipe
 from swpipe.loops import AheadLoop
+from swpipe.pipeline import settle
 from tests.loops.ordinary_loops import Rows, batches
 from tests.support.sequencer import PATIENCE_S
 
@@ -43,7 +44,7 @@ def test_so_many_batches_are_made_while_the_body_runs(
     with swpipe.ahead(loader(), *functions, prefetch=prefetch, draws=True, device="cpu") as loop:
         for number, batch in enumerate(loop):
             assert batch == number
-            loop.pipe.settle()
+            settle(loop.pipe)
             assert len(pulled) == min(number + prefetch + 1, 9)
 
 
@@ -271,7 +272,7 @@ def test_what_the_loader_itself_changes_is_none() -> None:
 
     found, loop = [], swpipe.ahead(loader(), device="cpu")
     for batch in loop:
-        loop.pipe.settle()  # later batches have been made
+        settle(loop.pipe)  # later batches have been made
         found.append(batch.tolist())
     assert found == [[2.0 * n, 1.0 * n] for n in range(1, 21)]
 

@@ -21,6 +21,7 @@ from swpipe.core.loaders import draws_nothing
 from swpipe.device import resolve
 from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.pass_generators import PassGenerators, changed
+from swpipe.pipeline import settle
 from tests.loops.ordinary_loops import Rows, batches
 from tests.loops.random_loops import DRAWS, FOR_A_MOMENT
 from tests.support.sequencer import PATIENCE_S
@@ -168,7 +169,7 @@ def test_a_body_that_begins_to_draw_beside_a_loader_that_does_not_takes_turns() 
     loop = swpipe.ahead(thread_of_pulls(30), device="cpu")
 
     def body(number: int, thread: int) -> bool:
-        loop.pipe.settle()  # no pull is under way
+        settle(loop.pipe)  # no pull is under way
         if number == 9:
             random.random()
         return thread == mine
@@ -185,7 +186,7 @@ def test_a_body_that_begins_to_draw_late_beside_a_loader_that_has_drawn_is_an_er
     loop = swpipe.ahead(loader, device="cpu")
     contexts = iter(loop)
     assert len([*islice(contexts, 6)]) == 6
-    loop.pipe.settle()
+    settle(loop.pipe)
     random.random()
     with pytest.raises(RuntimeError, match="both draw from Python's.*batch [56] of the pass.*dra"):
         both_draw(contexts)
@@ -197,7 +198,7 @@ def test_an_iterator_that_has_drawn_ahead_of_a_break_is_told() -> None:
 
     def leave_after_six() -> None:
         for number, _ in enumerate(loop):
-            loop.pipe.settle()
+            settle(loop.pipe)
             if number == 5:
                 break
 

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, RandomSampler
 import swpipe
 from swpipe.errors import PlanError
 from swpipe.loops import OverlappedLoop
+from swpipe.pipeline import settle
 from tests.loops.ordinary_loops import (
     Fn,
     Rows,
@@ -382,7 +383,7 @@ class Settled:
 
     def __iter__(self) -> Iterator[Any]:
         for ctx in self._loop:
-            self._loop.pipe.settle()
+            settle(self._loop.pipe)
             yield ctx
 
 
@@ -453,7 +454,7 @@ def test_a_loop_that_is_left_and_drawn_beside_is_told() -> None:
     contexts = iter(loop)
     for _ in range(14):  # so many are drawn at a time, and 4 pulls are in turn
         next(contexts)
-    loop.pipe.settle()
+    settle(loop.pipe)
     torch.rand(1, generator=draws)
     with pytest.warns(RuntimeWarning, match="has drawn ahead from the generator of its RandomS"):
         contexts.close()  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import swpipe
 from swpipe.errors import PlanError
 from swpipe.loops.batch_memory import content_of, span_of
+from swpipe.pipeline import settle
 from tests.support.sequencer import PATIENCE_S
 
 BATCHES = 14
@@ -114,7 +115,7 @@ def doubled(batch: Tensor) -> Tensor:
 def run(loop: Any, body: Callable[[int], Any] = lambda number: None) -> None:
     """A body that begins when all that may be pulled has been."""
     for number, _ in enumerate(loop):
-        loop.pipe.settle()
+        settle(loop.pipe)
         body(number)
 
 
@@ -452,6 +453,6 @@ def test_the_batch_that_the_body_has_is_compared_too() -> None:
     batches = iter(loop)
     assert next(batches).tolist() == [0.0] * 4
     body.set()
-    loop.pipe.settle()
+    settle(loop.pipe)
     with pytest.raises(RuntimeError, match="in the memory of an earlier one.*still in use"):
         list(batches)

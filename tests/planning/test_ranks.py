@@ -12,7 +12,6 @@ import pytest
 
 from bench import recsys14
 from swpipe import HOST, PipelinePlan, TaskSchedule
-from swpipe._engine.program import compile_plan
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
@@ -24,6 +23,7 @@ from swpipe.planning.simulation.interval import interval_us
 from swpipe.planning.simulation.timed_graph import timed_graph
 from swpipe.plans.prefetch import prefetch_plan
 from swpipe.plans.torchrec import sparse_dist
+from swpipe.program import compile_plan
 
 SLOW = {"read": (0.01, 5.0)}
 

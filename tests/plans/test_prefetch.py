@@ -10,6 +10,7 @@ import pytest
 from swpipe import PipelinePlan, PipelineTask, StreamSpec, SWPipeline, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.device import copy_task
+from swpipe.pipeline import settle
 from swpipe.planning import lower_bounds, simulate
 from swpipe.plans import prefetch_plan
 
@@ -70,7 +71,7 @@ def test_it_is_as_far_ahead_as_a_thread_with_a_queue(maxsize: int) -> None:
     with SWPipeline(plan, tasks, device="cpu") as pipe:
         for number in range(5):
             assert pipe.progress(batches).iter_idx == number
-            pipe.settle()
+            settle(pipe)
             assert len(pulled) == number + 1 + maxsize + 1
 
 

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from swpipe import PipelinePlan
-from swpipe._engine.program import compile_plan
 from swpipe.core.resolved import resolve_plan
 from swpipe.profiler.host import HostObserver, HostTimes
+from swpipe.program import compile_plan
 from tests.support.virtual_clock import TimedHost
 
 ON = compile_plan(resolve_plan(PipelinePlan.serial(["sleep", "spin"])), streams=False).instructions

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
+from swpipe.pipeline import borrowed
 from swpipe.profiler.measure import TimedRun, WindowTimer, _Feed
 from tests.profiler.sleepers import overlapped
 
@@ -128,7 +129,7 @@ def test_a_borrowed_pipeline_is_restored(pipe: SWPipeline) -> None:
     with pipe.shortcut("act"):
         pipe.run(["z"])
         SEEN.clear()
-        with pipe.borrow():
+        with borrowed(pipe):
             timer(pipe, pipelined=True).window()
             pipe.enable_shortcut("see")
             pipe.disable_shortcut("act")
@@ -148,7 +149,7 @@ def test_a_borrowed_pipeline_is_drained_after_a_failure() -> None:
             raise ZeroDivisionError
 
     def fail(pipe: SWPipeline) -> None:
-        with pipe.borrow():
+        with borrowed(pipe):
             pipe.progress(iter("abc"))
             raise KeyError
 

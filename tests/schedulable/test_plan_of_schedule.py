@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from swpipe import PipelinePlan, TaskSchedule
-from swpipe._engine.program import compile_plan
 from swpipe.analysis.validation import validate
+from swpipe.program import compile_plan
 from swpipe.schedulable import (
     SameProgressSyncSide,
     SchedulablePipeline,

@@ -126,7 +126,7 @@ def test_an_event_orders_the_work_before_it(waits: bool) -> None:
     )
     schedule = one_stage(*tasks, streams=("default", "side"))
     with SchedulablePipeline(
-        schedule, pool("side"), executor="threaded", device=device, host=device.host,
+        schedule, pool("side"), executor="threaded", device=device,
         check_effects=False,
     ) as pipe:  # fmt: skip
         list(results(pipe, range(5)))

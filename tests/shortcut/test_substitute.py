@@ -11,6 +11,7 @@ from torch import nn
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.core.task import DeclaredIO
+from swpipe.pipeline import borrowed
 from swpipe.shortcut import Shortcuts
 
 
@@ -89,7 +90,7 @@ def test_serial_runs_and_whoever_borrows_the_pipeline_use_it_too() -> None:
         pipe.shortcut(job.tasks[1], with_=PipelineTask("reference", halve)),
     ):
         assert pipe.run_one_serial_iter(BATCHES[1]).loss.item() == 6.0
-        with pipe.borrow():  # as in a profile
+        with borrowed(pipe):  # as in a profile
             assert losses(pipe)[0] == 4.5
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from swpipe._engine.program import ADMIT, RETIRE, SOURCES, Instruction, Program
 from swpipe.core.plan import StreamRef
+from swpipe.program import ADMIT, RETIRE, SOURCES, Instruction, Program
 
 Run = tuple[str, int]
 """A task and an iteration."""

@@ -80,12 +80,11 @@ class MemoryWork:
     def run(self, order: int) -> None:
         """Run the plan; ``order`` decides which of two threads goes first at one moment."""
         self.host, self.live = TimedHost(order), LiveBytes()
-        given: dict[str, Any] = {"stall_timeout_s": None, "host": self.host}
         batches = self.live.batches(self._batch() for _ in range(ITERATIONS))
         with pytest.MonkeyPatch.context() as patch:
             tell_time(patch, self.host)
             tasks = self.live.watched(self.tasks)
             with SWPipeline(
-                self.plan, tasks, device=self.device, check_effects=False, **given
+                self.plan, tasks, device=self.device, check_effects=False, stall_timeout_s=None
             ) as pipe:
                 pipe.run(batches)

@@ -13,11 +13,11 @@ from functools import partial
 from itertools import combinations
 
 from swpipe import PipelinePlan
-from swpipe._engine.program import ADMIT, compile_plan
 from swpipe.analysis import verify
 from swpipe.core.effects import Effects, EffectTable, Location
 from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
+from swpipe.program import ADMIT, compile_plan
 from tests.support.exhaustive import Exhaustive, Run
 from tests.support.strategies import Workload, random_plan, random_workload
 

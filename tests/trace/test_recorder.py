@@ -11,10 +11,10 @@ import pytest
 
 import swpipe.trace.recorder
 from swpipe import PipelinePlan, SWPipeline
-from swpipe._engine.program import Instruction, Program, compile_plan
 from swpipe.core.plan import StreamSpec
 from swpipe.core.resolved import resolve_plan
 from swpipe.device import CpuDevice
+from swpipe.program import Instruction, Program, compile_plan
 from swpipe.trace.recorder import DeviceClock, Recorder
 from swpipe.trace.span import Row, Span
 from tests.support.plans_for_tests import NAMES, piped, tasks

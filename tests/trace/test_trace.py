@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swpipe import IterContext, PipelinePlan, SWPipeline
-from swpipe._engine.program import Instruction, compile_plan
 from swpipe.core.resolved import resolve_plan
 from swpipe.device import CpuDevice
+from swpipe.program import Instruction, compile_plan
 from swpipe.trace import OverRanks, Trace, over_ranks
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.recorder import Recorder

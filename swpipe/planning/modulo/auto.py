@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from swpipe._engine.program import compile_plan
 from swpipe.analysis import verify
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.races import required_orders, violations
@@ -40,6 +39,7 @@ from swpipe.planning.rank_simulation import rank_step
 from swpipe.planning.ranks import Ranks, RankStep
 from swpipe.planning.simulation.interval import interval_us
 from swpipe.planning.simulation.simulator import peak_of
+from swpipe.program import compile_plan
 
 PULL_GROUP = "loader"
 """The name of the thread group that pulls batches, if the planner adds one."""

@@ -19,7 +19,6 @@ from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
-from swpipe._engine.program import compile_plan
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import in_ms
@@ -30,6 +29,7 @@ from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.modulo_schedule import ahead_of
 from swpipe.planning.rank_simulation import step_us
 from swpipe.planning.ranks import Ranks
+from swpipe.program import compile_plan
 
 _AS_GOOD = 0.005
 """The relative difference in step time below which two plans count as equally good."""

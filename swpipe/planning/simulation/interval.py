@@ -7,7 +7,6 @@ from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
-from swpipe._engine.program import OWN, compile_plan
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import in_ms
 from swpipe.core.plan import PipelinePlan
@@ -15,6 +14,7 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.planning.simulation.cycles import TICKS_PER_US, ArcCycle, heaviest_cycle
 from swpipe.planning.simulation.event_simulator import UNBOUNDED, EventSimulator
 from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
+from swpipe.program import OWN, compile_plan
 
 LONGEST_RUN = 16
 """The largest number of iterations to simulate, in multiples of the graph's reach."""

@@ -1,6 +1,6 @@
 r"""The simulation of a plan under a cost model: its timeline, its interval, and its limits.
 
-The plan is compiled by ``swpipe._engine.program``, as for a run, and the program is simulated with
+The plan is compiled by ``swpipe.program``, as for a run, and the program is simulated with
 its host waits, event waits, ``<admit>``, ``<retire>`` and back-pressure.
 
     thread  default   <admit> i+1  (1) forward i  backward i  step i (2) <retire> i
@@ -48,7 +48,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from swpipe._engine.program import ADMIT, BEGIN, Program, compile_plan
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.last_readers import ReleasePlaces
 from swpipe.analysis.validation import validate
@@ -65,6 +64,7 @@ from swpipe.planning.simulation.cycles import TICKS_PER_US
 from swpipe.planning.simulation.event_simulator import EventSimulator, simulate_run
 from swpipe.planning.simulation.interval import Interval, Limit, interval_of, limit_of
 from swpipe.planning.simulation.timed_graph import TimedGraph, timed_graph
+from swpipe.program import ADMIT, BEGIN, Program, compile_plan
 from swpipe.trace.bytes_in_flight import PeakMemory, peak_memory
 from swpipe.trace.perfetto import Arrow, arrows_of
 from swpipe.trace.span import Span, in_order

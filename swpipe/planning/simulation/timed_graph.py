@@ -35,11 +35,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal, NamedTuple, TypeAlias
 
-from swpipe._engine.program import ADMIT, RETIRE, SOURCES, Instruction, Program
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import stream_name
 from swpipe.core.plan import PULL
 from swpipe.planning.simulation.cycles import Arc, ticks
+from swpipe.program import ADMIT, RETIRE, SOURCES, Instruction, Program
 from swpipe.trace.span import Row
 
 LOCK = "interpreter lock"

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swpipe._distributed.rank_checks import gather
-from swpipe._values.storages import Storages, nbytes
 from swpipe.device import resolve
+from swpipe.distributed import gather
 from swpipe.inference.operators import tensors_of
 from swpipe.plans.pipeline_parallel import PipelineCosts
 from swpipe.plans.pipeline_parallel.pipeline_costs import OF_STAGES
@@ -25,6 +24,7 @@ from swpipe.tasks.pipeline_parallel.pipeline_runtime import LossFn
 from swpipe.tasks.pipeline_parallel.pipeline_stage import as_tuple
 from swpipe.tasks.pipeline_parallel.run_rules import kept_buffers
 from swpipe.tasks.pipeline_parallel.split_backward import input_pass, whole_pass
+from swpipe.values import Storages, nbytes
 
 LEAST_MS = 1e-3
 """The smallest cost of a pass, in ms: stage 0 does nothing in I, and a cost must be positive."""

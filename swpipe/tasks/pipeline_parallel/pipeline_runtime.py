@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from swpipe._distributed.rank_checks import gather
+from swpipe.distributed import gather
 from swpipe.errors import add_note
 from swpipe.plans.pipeline_parallel import Communication, Pair, PipelineSchedule, ScheduleError
 from swpipe.plans.pipeline_parallel.action import Entry

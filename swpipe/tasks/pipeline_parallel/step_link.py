@@ -36,8 +36,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from swpipe._distributed.rank_checks import STORE_S, gather, job_store, within
 from swpipe.core.messages import shorten
+from swpipe.distributed import STORE_S, gather, job_store, within
 from swpipe.errors import MOST_IN_MESSAGE, add_note
 from swpipe.tasks.pipeline_parallel.torch_pipelining import group_like
 

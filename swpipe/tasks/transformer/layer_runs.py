@@ -29,12 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from swpipe._distributed.agreement import differences, name_ranks, plan_facts
-from swpipe._distributed.rank_checks import gather
 from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, TaskFn
 from swpipe.device import Device
+from swpipe.distributed import differences, gather, name_ranks, plan_facts
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.transformer import LayerStep, Steps, paired_plan
 from swpipe.tasks.transformer.schedule_node import as_leaf, get_comm_stream, get_comp_stream

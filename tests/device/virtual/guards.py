@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 
 from swpipe import PipelinePlan, TaskSchedule, pipeline
-from swpipe._engine import program, release
+from swpipe._engine import release
 from swpipe._engine import run as executor
-from swpipe._engine.program import ADMIT, RETIRE, Instruction, Program
 from swpipe._engine.release import WaitingMemory
 from swpipe._engine.run import LaneRunner, Run
 from swpipe.analysis import last_readers
 from swpipe.analysis.verification import VerifiedPlan
 from swpipe.core.resolved import resolve_plan
+from swpipe.program import ADMIT, RETIRE, Instruction, Program
+from swpipe.program import compiled as compiler
 from tests.device import virtual
 from tests.device.virtual import (
     EventReused,
@@ -264,7 +265,7 @@ def _plan(change: Callable[[PipelinePlan], PipelinePlan], patch: pytest.MonkeyPa
 
     def compiled(verified: VerifiedPlan) -> Program:
         resolved = resolve_plan(change(verified.plan))
-        found = program.compile_plan(resolved, streams=verified.before.streams)
+        found = compiler.compile_plan(resolved, streams=verified.before.streams)
         releases = verified.releases
         return found if releases is None else last_readers._recording(found, releases)
 
@@ -272,7 +273,7 @@ def _plan(change: Callable[[PipelinePlan], PipelinePlan], patch: pytest.MonkeyPa
 
 
 def _stream_order(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(program, "_by_stream", lambda layout: {})
+    patch.setattr(compiler, "_by_stream", lambda layout: {})
 
 
 # ------------------------------------------------------------------------ changes to the run

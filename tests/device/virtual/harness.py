@@ -70,9 +70,7 @@ class Bench:
             case.plan,
             self.machine.tasks(),
             device=device,
-            host=device.host,
             stall_timeout_s=None,
-            record_all_events=rng.random() < 0.2,
         )
         if observed:
             self._observing = self.pipe.observe(device)  # for as long as the pipeline lives

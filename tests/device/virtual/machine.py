@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from swpipe import IterContext, PipelineTask
-from swpipe._engine.program import Program
+from swpipe.program import Program
 from tests.device.virtual import Buffer, Violation, VirtualDevice, Work
 from tests.device.virtual.clocks import Stamp
 from tests.support.machines import PlainMachine, mix, reads_of, run_task

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
-from swpipe._engine.program import Instruction
 from swpipe._engine.waiting import Host
+from swpipe.program import Instruction
 from tests.device.virtual import EventReused, VirtualDevice, VirtualEvent, VirtualStream
 
 

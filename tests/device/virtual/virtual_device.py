@@ -24,8 +24,7 @@ Guarantees
     - Work runs in stream order, and never before an event that its stream waits for.
 
 Assumptions
-    - All threads and counters are those of ``VirtualDevice.host``:
-      ``SWPipeline(..., device=device, host=device.host)``.
+    - All threads and counters are those of ``VirtualDevice.host``, which a pipeline takes from it.
     - Functions given to ``launch`` take values and return the new one; they refer to no buffer.
     - Runs are short: histories are not pruned.
 """

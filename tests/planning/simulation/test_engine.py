@@ -15,7 +15,6 @@ import pytest
 
 from bench import recsys14
 from swpipe import PipelinePlan, SWPipeline, TaskSchedule
-from swpipe._engine.program import ADMIT, OWN, SOURCES, Program, compile_plan
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import DEFAULT_GROUP
 from swpipe.core.resolved import resolve_plan
@@ -24,8 +23,10 @@ from swpipe.planning.simulation.simulator import simulate
 from swpipe.planning.simulation.timed_graph import timed_graph
 from swpipe.plans.published import assign_lookaheads, joint_search
 from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS, hstu_plan, hstu_schedule
+from swpipe.program import ADMIT, OWN, SOURCES, Program, compile_plan
 from swpipe.trace.span import Row, Span
 from tests.support.budget import seeds
+from tests.support.cpu_on import CpuOn
 from tests.support.strategies import random_case, worked_case
 from tests.support.virtual_clock import TimedDevice, TimedHost, tasks_that_take, tell_time
 
@@ -96,9 +97,8 @@ class Loop:
         self.pipe = SWPipeline(
             plan,
             tasks_that_take(costs, self.host, self.device),
-            device=self.device or "cpu",
+            device=self.device or CpuOn(self.host),
             stall_timeout_s=None,
-            host=self.host,
         )
 
     def spans(self, iterations: int) -> tuple[Span, ...]:

@@ -11,7 +11,6 @@ import pytest
 
 import swpipe.planning.simulation.interval
 from swpipe import PipelinePlan, TaskSchedule
-from swpipe._engine.program import RETIRE, compile_plan
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
@@ -21,6 +20,7 @@ from swpipe.planning.simulation.event_simulator import UNBOUNDED, EventSimulator
 from swpipe.planning.simulation.interval import LONGEST_PATTERN, interval_of
 from swpipe.planning.simulation.simulator import Load, Simulation, simulate
 from swpipe.planning.simulation.timed_graph import timed_graph
+from swpipe.program import RETIRE, compile_plan
 from swpipe.trace.span import Span
 from tests.support.budget import seeds
 from tests.support.strategies import random_case

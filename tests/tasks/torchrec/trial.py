@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.inference import record
+from swpipe.pipeline import borrowed
 from swpipe.plans.torchrec.sparse_dist import ORDERED
 from swpipe.tasks.torchrec import (
     MemoryOptions,
@@ -158,7 +159,7 @@ def inferred_differences(
         draws = random.Random(100 * seed + dist.get_rank())
         with late_tasks(lambda _: draws.random() * 2e-3):  # noqa: B023 - used in the block
             late = tasks.tasks()
-            with SWPipeline(scattered(inferred, seed), late, device=CPU) as pipe, pipe.borrow():
+            with SWPipeline(scattered(inferred, seed), late, device=CPU) as pipe, borrowed(pipe):
                 outputs = [ctx.output.detach() for ctx in pipe.iterate(batches(steps))]
         tasks.rewrite.detach()
         if where := Outcome(outputs, everything(model)).differences(wanted):

@@ -39,9 +39,9 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from swpipe._values.stateful import modules_in
 from swpipe.core.task import DeclaredIO
 from swpipe.tasks.torchrec.rewriting.inputs import RewriteError
+from swpipe.values import modules_in
 
 
 class PrefetchedBatches:

@@ -25,11 +25,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from swpipe._values.walk import tensors_in
 from swpipe.device import Device, Stream
 from swpipe.tasks.torchrec._torchrec import KeyedJaggedTensor, KJTAllToAllTensorsAwaitable
 from swpipe.tasks.torchrec.rewriting.forwards import SparseDistContext
 from swpipe.tasks.torchrec.rewriting.inputs import RewriteError
+from swpipe.values import tensors_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

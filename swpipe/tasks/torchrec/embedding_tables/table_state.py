@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from swpipe._values.stateful import modules_in
-from swpipe._values.walk import parts_of, tensors_in
+from swpipe.values import modules_in, parts_of, tensors_in
 
 CaptureRestore: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
 """A function that returns all rows, and one that restores its result any number of times."""

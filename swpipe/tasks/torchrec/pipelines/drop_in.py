@@ -29,11 +29,10 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import nn
 
-from swpipe._distributed.batches_left import batches_left
-from swpipe._distributed.even_data import EvenIterator, UnevenDataError
 from swpipe.core.plan import PipelinePlan
 from swpipe.device import Device
-from swpipe.pipeline import SWPipeline
+from swpipe.distributed import EvenIterator, UnevenDataError, batches_left
+from swpipe.pipeline import SWPipeline, check_idle
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec.pipelines.mid_flight import check_saving, refusal_to_others, runs_early
 from swpipe.tasks.torchrec.pipelines.pipeline_factory import PipelineFactory
@@ -393,7 +392,7 @@ class SparseDistPipeline(PassPipeline):
         Raises:
             RuntimeError: Batches are in flight.
         """
-        self.pipe.check_idle("flushing an accumulation")
+        check_idle(self.pipe, "flushing an accumulation")
         self.tasks.flush(self.pipe.next_iteration)
 
     def state_dict(self) -> dict[str, Any]:

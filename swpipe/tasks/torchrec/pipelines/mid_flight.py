@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
-from swpipe._values.stateful import modules_in
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.torchrec._torchrec import PLAIN_TABLES
 from swpipe.tasks.torchrec.shuffling.shuffle import IdentityShuffler, KarmarkarKarpShuffler
 from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
+from swpipe.values import modules_in
 
 SAVED = frozenset({"tables", "dense", "buffers", "optimizer", "gradients"})
 """The declared states that a checkpoint contains, or with which the next step begins."""

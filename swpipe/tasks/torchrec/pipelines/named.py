@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from swpipe.core.plan import PipelinePlan
+from swpipe.pipeline import check_idle
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec._torchrec import torchrec_class, torchrec_pipelines
 from swpipe.tasks.torchrec.embedding_tables.released import MemoryOptions
@@ -232,7 +233,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
         """Undo ``detach``, as ``progress`` does, or replace the model if no batch is in flight."""
         if model is not None and model is not self._model:
-            self.pipe.check_idle("taking another model")
+            check_idle(self.pipe, "taking another model")
             self._model = model
             self._restart(self._build)
         super().attach()
@@ -276,7 +277,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         # TorchRec's GradientAccumulationWrapper assigns its own optimizer here, around the given
         # one. The step holds its optimizers, so the tasks are made again.
-        self.pipe.check_idle("taking another optimizer")
+        check_idle(self.pipe, "taking another optimizer")
         self._optimizer_given = optimizer
         self._restart(self._build)
 

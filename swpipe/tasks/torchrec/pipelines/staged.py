@@ -24,7 +24,7 @@ from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan, TaskSchedule
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.device import resolve
-from swpipe.pipeline import SWPipeline
+from swpipe.pipeline import SWPipeline, check_idle
 from swpipe.tasks.torchrec._torchrec import PipelineStage, torchrec_pipelines
 from swpipe.tasks.torchrec.pipelines.drop_in import PassPipeline
 from swpipe.tasks.torchrec.pipelines.named import In, Out
@@ -235,7 +235,7 @@ class StagedTrainPipeline(PassPipeline, torchrec_pipelines.TrainPipeline, Generi
             RuntimeError: Batches are in flight. Their stages may draw random numbers, count, or
                 read the model. ``on_flush_end`` is a place to save.
         """
-        self.pipe.check_idle("saving: set_flush(True), train on these, and save in on_flush_end")
+        check_idle(self.pipe, "saving: set_flush(True), train on these, and save in on_flush_end")
         self.pipe.state_dict()  # raises if a failure has dropped batches
         return super().state_dict()
 

@@ -17,14 +17,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from swpipe._values.stateful import modules_in
-from swpipe._values.walk import tensors_in
 from swpipe.core.plan import PipelinePlan
 from swpipe.device.offload import Offload, with_offload
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec._torchrec import FusedOptimizer
 from swpipe.tasks.torchrec.pipelines.named import In, Out, TrainPipelineSparseDist
 from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
+from swpipe.values import modules_in, tensors_in
 
 
 class TrainPipelineSparseDistOptStash(TrainPipelineSparseDist[In, Out]):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from swpipe.pipeline import SWPipeline
+from swpipe.pipeline import SWPipeline, check_idle
 from swpipe.tasks.torchrec.pipelines.drop_in import PLANS
 from swpipe.tasks.torchrec.pipelines.named import Form, In, NamedPipeline, Out
 from swpipe.tasks.torchrec.pipelines.pipeline_factory import PipelineFactory
@@ -205,7 +205,7 @@ class SWSerialTrainPipeline(JaggedMegatronTrainNonePipeline[In, Out]):
 
     def _build_pipeline(self) -> SWPipeline[Any]:
         """Rebuild the pipeline of the eleven tasks, with no batch in flight, and return it."""
-        self.pipe.check_idle("making the pipeline anew")
+        check_idle(self.pipe, "making the pipeline anew")
         self._restart(self._start)
         return self.pipe
 

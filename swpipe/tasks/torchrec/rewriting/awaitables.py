@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from swpipe._values.walk import map_tensors
 from swpipe.device import Device
 from swpipe.tasks.torchrec._torchrec import Awaitable
+from swpipe.values import map_tensors
 
 _PENDING = object()
 

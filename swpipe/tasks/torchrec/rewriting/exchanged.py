@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swpipe._values.walk import tensors_in
 from swpipe.tasks.torchrec._torchrec import JaggedTensor, KeyedJaggedTensor
 from swpipe.tasks.torchrec.rewriting.inputs import RewriteError
+from swpipe.values import tensors_in
 
 _NOTHING = -1
 """The address that stands for no memory."""

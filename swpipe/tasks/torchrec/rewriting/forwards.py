@@ -24,7 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from swpipe._values.walk import map_tensors
 from swpipe.device import Device
 from swpipe.tasks.torchrec._torchrec import (
     BaseForward,
@@ -39,6 +38,7 @@ from swpipe.tasks.torchrec.rewriting.exchanged import CallInputs
 from swpipe.tasks.torchrec.rewriting.inputs import Found
 from swpipe.tasks.torchrec.rewriting.postproc import PostprocResults
 from swpipe.tasks.torchrec.rewriting.seam import Seam
+from swpipe.values import map_tensors
 
 Kind: TypeAlias = Literal["own", "pipelined", "prefetch", "split", "ahead"]
 

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swpipe._values.walk import tensors_in
 from swpipe.device import Device
 from swpipe.tasks.torchrec.rewriting.exchanged import CallInputs, memory_of
 from swpipe.tasks.torchrec.rewriting.inputs import BATCH, Found, RewriteError
+from swpipe.values import tensors_in
 
 
 @dataclass

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swpipe._distributed.rank_checks import gather, host_group
+from swpipe.distributed import gather, host_group
 from swpipe.errors import add_note
 from swpipe.tasks.torchrec.shuffling.balance import balanced_partition
 from swpipe.tasks.torchrec.shuffling.rows import Group, Route, exchange_rows

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swpipe._distributed.rank_checks import gather
 from swpipe.core.context import IterContext
 from swpipe.core.messages import listed, shown
+from swpipe.distributed import gather
 
 Returns: TypeAlias = Literal["tokens", "reporting_loss"]
 

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from swpipe._values.stateful import modules_in
 from swpipe.core.task import DeclaredIO, Mode, Others
+from swpipe.values import modules_in
 
 States: TypeAlias = dict[str, Mode]
 """State to its mode of use."""

@@ -58,7 +58,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from swpipe._engine.implied_edges import Hop, reduce_edges
 from swpipe.core.plan import (
     DEFAULT_GROUP,
     HOST,
@@ -68,6 +67,7 @@ from swpipe.core.plan import (
     TaskSchedule,
 )
 from swpipe.core.resolved import ResolvedPlan
+from swpipe.program.implied_edges import Hop, reduce_edges
 
 ADMIT = "<admit>"
 BEGIN = "<begin>"
@@ -226,13 +226,12 @@ class _Layout:
         return members
 
 
-def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = False) -> Program:
+def compile_plan(resolved: ResolvedPlan, *, streams: bool) -> Program:
     """Compile a plan into a program.
 
     Args:
         resolved: The plan, validated (``swpipe.analysis.validation``).
         streams: Whether the device has streams; if not, the plan's streams are ignored.
-        record_all: Record every task's event, even if nothing waits for it (for debugging).
     """
     plan = resolved.plan
     depth = resolved.plan.depth
@@ -259,13 +258,7 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool, record_all: bool = Fa
                 [HostWait(layout.lane[p], position[p], lag, order[p]) for p, _, lag in waits[place]]
             ),
             event_waits=tuple([EventWait(order[p], distance) for p, _, distance in events[place]]),
-            record=place in recorded
-            or (
-                streams
-                and record_all
-                and layout.queue[place] >= 0
-                and (name == RETIRE or name not in OWN)
-            ),
+            record=place in recorded,
             # Every worker publishes its last instruction, so that a worker that fails can wait
             # until the others have passed the earlier iterations.
             publish=place in published

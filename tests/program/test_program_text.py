@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from swpipe import PipelinePlan, SWPipeline, TaskSchedule
-from swpipe._engine.program import compile_plan
-from swpipe._engine.program_text import format_program
 from swpipe.core.resolved import resolve_plan
 from swpipe.plans import prefetch_plan
 from swpipe.plans.torchrec import sparse_dist
+from swpipe.program import compile_plan
+from swpipe.program.program_text import format_program
 from tests.support.plans_for_tests import piped, tasks
 
 PREFETCH = """

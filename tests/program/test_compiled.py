@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from swpipe import HOST, PipelinePlan, TaskSchedule
-from swpipe._engine.program import (
+from swpipe.core.resolved import resolve_plan
+from swpipe.program import (
     ADMIT,
     RETIRE,
     EventWait,
@@ -17,8 +18,7 @@ from swpipe._engine.program import (
     Program,
     compile_plan,
 )
-from swpipe.core.resolved import resolve_plan
-from tests.support.plans_for_tests import piped, spread
+from tests.support.plans_for_tests import spread
 
 
 def lanes(program: Program) -> dict[str, list[str]]:
@@ -93,10 +93,9 @@ def through_the_host(**count: Any) -> PipelinePlan:
     )
 
 
-@pytest.mark.parametrize("record_all", [False, True])
-def test_a_task_of_the_host_alone_has_no_event(record_all: bool) -> None:
-    """Nobody waits for the stream that it would have had, also where all events are recorded."""
-    program = compile_plan(resolve_plan(through_the_host()), streams=True, record_all=record_all)
+def test_a_task_of_the_host_alone_has_no_event() -> None:
+    """Nobody waits for the stream that it would have had."""
+    program = compile_plan(resolve_plan(through_the_host()), streams=True)
     for name in ("name", "count"):
         assert not program.instructions[name].record
         assert program.instructions[name].event_waits == ()
@@ -204,12 +203,6 @@ def test_a_stream_object_is_another_stream_than_the_callers_or_a_named_one(
     )
     program = compile_plan(resolve_plan(plan), streams=True).instructions
     assert program["use"].event_waits == (EventWait("make", 0),)
-
-
-def test_every_event_can_be_recorded_for_hunting_trouble() -> None:
-    """``record_all`` records each task, needed or not."""
-    program = compile_plan(resolve_plan(piped()), streams=True, record_all=True).instructions
-    assert all(program[name].record for name in piped().schedule)
 
 
 def test_without_streams_there_are_no_events_and_no_stream_order() -> None:

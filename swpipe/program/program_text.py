@@ -18,7 +18,7 @@ import re
 
 import torch
 
-from swpipe._engine.program import Instruction, Program
+from swpipe.program.compiled import Instruction, Program
 
 
 def format_program(program: Program) -> str:
