@@ -73,9 +73,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     ``run_ahead``
     is as for ``PipelinePlan``. ``pipeline_forward`` looks up all sharded modules before the model
     runs,
-    so that their exchanges overlap each other and the dense part; it has no effect on one rank,
-    where
-    nothing is exchanged.
+    so that their exchanges overlap each other and the dense part. It has no effect on one rank, where
+    nothing is exchanged, or with one sharded module.
 
     Replicas of a ``DMPCollection`` are averaged by every pipeline here. TorchRec's classes without
     an
@@ -322,10 +321,13 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         kind: Kind = "own"
         # A single rank exchanges nothing, so a class may take a simpler kind there (Form.alone). A
         # model without sharded modules runs as it is.
-        if sharded_modules(unwrapped(self._model)):
+        sharded = sharded_modules(unwrapped(self._model))
+        if sharded:
             alone = dist.is_initialized() and dist.get_world_size() == 1
             kind = (self.form.alone if alone else None) or self.form.kind
-            if self._splits_forward and not alone:
+            # The exchanges of several modules overlap each other. With one module, the second
+            # backward of the split would cost more than the split hides.
+            if self._splits_forward and not alone and len(sharded) > 1:
                 kind = "split"
         options = replace(self._options(kind), functions=self._functions())
         if "copy_batch_to_gpu" in self._overrides and options.memory.enable_inplace_copy_batch:
