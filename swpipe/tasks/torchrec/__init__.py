@@ -15,13 +15,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swpipe._distributed.even_data import (
-        EvenData,
-        RankDataError,
-        UnevenDataError,
-        pad_with,
-        pad_with_last,
-    )
     from swpipe.tasks.torchrec._torchrec import PipelineStage
     from swpipe.tasks.torchrec.embedding_tables.released import MemoryOptions
     from swpipe.tasks.torchrec.pipelines.drop_in import SparseDistPipeline
@@ -59,7 +52,6 @@ if TYPE_CHECKING:
 __all__ = [
     "EvalPipelineFusedSparseDist",
     "EvalPipelineSparseDist",
-    "EvenData",
     "IdentityShuffler",
     "KarmarkarKarpShuffler",
     "MemoryOptions",
@@ -67,7 +59,6 @@ __all__ = [
     "PipelineFactory",
     "PipelineStage",
     "PrefetchTrainPipelineSparseDist",
-    "RankDataError",
     "RewriteError",
     "RewriteReport",
     "Shuffler",
@@ -87,36 +78,33 @@ __all__ = [
     "TrainPipelineSparseDistOptStash",
     "TrainPipelineSparseDistT",
     "TrainStep",
-    "UnevenDataError",
-    "pad_with",
-    "pad_with_last",
 ]
 
 # TorchRec is imported only when a name that needs it is first used: importing this package must
 # succeed, and quickly, where TorchRec is not installed.
-_EVEN = ("EvenData", "RankDataError", "UnevenDataError", "pad_with", "pad_with_last")
 _WHERE = {
-    **dict.fromkeys(_EVEN, "swpipe._distributed.even_data"),
-    "PipelineStage": "._torchrec",
-    "RewriteError": ".rewriting.inputs",
+    "IdentityShuffler": ".shuffling.shuffle",
+    "KarmarkarKarpShuffler": ".shuffling.shuffle",
     "MemoryOptions": ".embedding_tables.released",
     "PerToken": ".step.per_token",
-    "RewriteReport": ".rewriting.rewrite",
-    "TrainPipelineSemiSync": ".pipelines.semi_sync",
-    "TrainStep": ".step.train_step",
-    "SparseDistTasks": ".step.task_set",
-    "TaskOptions": ".step.task_options",
     # Loading `drop_in` registers the ready-made pipelines, so a factory from here has them.
-    **dict.fromkeys(("PipelineFactory", "SparseDistPipeline"), ".pipelines.drop_in"),
-    **dict.fromkeys(
-        ("IdentityShuffler", "KarmarkarKarpShuffler", "Shuffler"), ".shuffling.shuffle"
-    ),
-    **dict.fromkeys(("SparseDataDistUtil", "StagedTrainPipeline"), ".pipelines.staged"),
+    "PipelineFactory": ".pipelines.drop_in",
+    "PipelineStage": "._torchrec",
+    "RewriteError": ".rewriting.inputs",
+    "RewriteReport": ".rewriting.rewrite",
+    "Shuffler": ".shuffling.shuffle",
+    "SparseDataDistUtil": ".pipelines.staged",
+    "SparseDistPipeline": ".pipelines.drop_in",
+    "SparseDistTasks": ".step.task_set",
+    "StagedTrainPipeline": ".pipelines.staged",
+    "TaskOptions": ".step.task_options",
     "TrainPipelinePEC": ".pipelines.pec_pipeline",
-    **dict.fromkeys(
-        (f"TrainPipelineSparseDist{what}Stash" for what in ("Emb", "Opt")), ".pipelines.stashed"
-    ),
+    "TrainPipelineSemiSync": ".pipelines.semi_sync",
+    "TrainPipelineSparseDistEmbStash": ".pipelines.stashed",
+    "TrainPipelineSparseDistOptStash": ".pipelines.stashed",
+    "TrainStep": ".step.train_step",
 }
+"""Name to its module; every other name of ``__all__`` is in ``pipelines.named``."""
 
 
 def __getattr__(name: str) -> Any:
@@ -125,14 +113,11 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_WHERE.get(name, ".pipelines.named"), __name__), name)
     # The import system asks for a submodule by this function too, and must get an AttributeError.
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
-        if (
-            name
-            in (arguments := import_module(f"{__name__}.pipelines.refused_arguments")).ELSEWHERE
-        ):
-            return arguments.ELSEWHERE[name]
-        theirs = import_module("torchrec.distributed.train_pipeline")
-        if hasattr(theirs, name):
-            return getattr(theirs, name)
+        refused = import_module(".pipelines.refused_arguments", __name__).ELSEWHERE
+        theirs = vars(import_module("torchrec.distributed.train_pipeline"))
+        known = {**theirs, **refused}
+        if name in known:
+            return known[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}, nor has TorchRec's")
 
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
-from swpipe.tasks.torchrec import TrainStep, UnevenDataError
+from swpipe.loops import UnevenDataError
+from swpipe.tasks.torchrec import TrainStep
 from swpipe.tasks.torchrec._torchrec import DMPCollection
 from swpipe.tasks.torchrec.step.grad_reduction import ddp_modules
 from tests.support.ranks import Ranks

@@ -14,9 +14,9 @@ from weakref import ref
 from torch import nn
 
 from swpipe._values.stateful import modules_in
+from swpipe.loops import EvenData
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec import (
-    EvenData,
     IdentityShuffler,
     SparseDistPipeline,
     SparseDistTasks,
