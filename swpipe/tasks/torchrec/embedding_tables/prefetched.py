@@ -39,8 +39,8 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from swpipe._values.stateful import modules_in
 from swpipe.core.task import DeclaredIO
+from swpipe.tasks.torchrec.embedding_tables.table_state import table_parts
 from swpipe.tasks.torchrec.rewriting.inputs import RewriteError
 
 
@@ -64,7 +64,7 @@ class PrefetchedBatches:
         tables = tuple(_find(modules))
         return cls(tables) if tables else None
 
-    def io(self, parts: Iterable[Any]) -> list[DeclaredIO]:
+    def io(self, parts: Iterable[str]) -> list[DeclaredIO]:
         """Return the declarations of the task with these methods of ``SparseDistTasks``.
 
         A declaration says what becomes of a batch whose task is replayed, and of dropped batches.
@@ -75,10 +75,9 @@ class PrefetchedBatches:
             "embedding_forward": (self._not_looked_up, None),
             "embedding_backward": (self._not_finished, None),
         }
-        found = (replay[part.__name__] for part in parts if part.__name__ in replay)
         return [
             DeclaredIO(lambda: bool(self._ahead or self._behind), replayed, reset=reset)
-            for replayed, reset in found
+            for replayed, reset in (replay[part] for part in parts if part in replay)
         ]
 
     @contextmanager
@@ -282,7 +281,7 @@ def _release(states: Iterable[_State]) -> None:
 
 def _find(modules: Mapping[str, nn.Module]) -> Iterator[_Table]:
     for name, sharded in modules.items():
-        for module in modules_in(sharded):
+        for module in table_parts([sharded]):
             if isinstance(getattr(module, "_prefetch_states", None), deque):
                 yield _Table(name, module)
             elif _of_dynamicemb(module) and callable(getattr(module, "prefetch", None)):

@@ -355,7 +355,7 @@ class SparseDistPipeline(PassPipeline):
         self._pass = None
         # If the plan reads tables before the period that returns the batch, loading other tables in
         # between would mix old and new rows in one batch.
-        reads = (tasks.task_of(part) for part in (tasks.prefetch, tasks.embedding_forward))
+        reads = map(tasks.task_of, ("prefetch", "embedding_forward"))
         early = any(runs_early(plan, task) for task in reads)
         self._hooks = _refuse_loading(self.pipe, tasks) if early else []
         tasks.rewrite.refusal = refusal_to_others(self.pipe, tasks)

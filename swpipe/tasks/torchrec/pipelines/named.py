@@ -67,24 +67,19 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     """Base class of the pipelines with the methods and arguments of TorchRec's pipelines.
 
     A subclass here has the name of the TorchRec class that it replaces, and takes the arguments of
-    that
-    class. A user's subclass may override ``progress`` and the steps listed in ``hooks``; overriding
-    another method of TorchRec's class is refused. There are two more keyword arguments.
-    ``run_ahead``
-    is as for ``PipelinePlan``. ``pipeline_forward`` looks up all sharded modules before the model
-    runs,
-    so that their exchanges overlap each other and the dense part. It has no effect on one rank, where
-    nothing is exchanged, or with one sharded module.
+    that class. A user's subclass may override ``progress`` and the steps listed in ``hooks``;
+    overriding another method of TorchRec's class is refused. There are two more keyword arguments.
+    ``run_ahead`` is as for ``PipelinePlan``. ``pipeline_forward`` looks up all sharded modules
+    before the model runs, so that their exchanges overlap each other and the dense part. It has no
+    effect on one rank, where nothing is exchanged, or with one sharded module.
 
     Replicas of a ``DMPCollection`` are averaged by every pipeline here. TorchRec's classes without
-    an
-    argument for it never average them. ``pipeline_postproc`` does not run modules ahead that hold
-    parameters.
+    an argument for it never average them. ``pipeline_postproc`` does not run modules ahead that
+    hold parameters.
 
     The attributes that scripts read from TorchRec's pipelines exist: ``_model``, ``_optimizer``,
     ``_model_fwd``, ``_pipelined_modules``, ``_pipelined_postprocs``, and each argument with a
-    leading
-    underscore, such as ``_device``.
+    leading underscore, such as ``_device``.
     """
 
     __signature__: ClassVar[inspect.Signature | None]

@@ -68,7 +68,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     def _at_stop(self) -> None:
         super()._at_stop()
         # Gradients that a failed batch has left must not be added to the next batch's.
-        self.tasks.drop_gradients()
+        self.tasks.gradients.drop()
 
     def _take(self, given: Mapping[str, Any]) -> None:
         start_batch = given["start_batch"]

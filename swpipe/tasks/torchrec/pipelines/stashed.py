@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from swpipe._values.stateful import modules_in
 from swpipe._values.walk import tensors_in
 from swpipe.core.plan import PipelinePlan
 from swpipe.device.offload import Offload, with_offload
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec._torchrec import FusedOptimizer
+from swpipe.tasks.torchrec.embedding_tables.table_state import table_parts
 from swpipe.tasks.torchrec.pipelines.named import In, Out, TrainPipelineSparseDist
 from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
 
@@ -98,13 +98,12 @@ def _states(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 
 def _stashed(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     """Yield the rows of fbgemm's tables that are to be stashed, chosen as TorchRec chooses them."""
-    for module in modules:
-        for part in modules_in(module):
-            # Private attributes of TorchRec's kernels and of fbgemm's tables (TorchRec 1.8);
-            # classes that lack them have nothing to stash.
-            kernel = getattr(part, "_emb_module", None)
-            config = getattr(part, "_config", None)
-            tables = getattr(config, "embedding_tables", ())
-            if any(getattr(table, "stash_weights", False) for table in tables):
-                rows = (getattr(kernel, name, None) for name in ("weights_dev", "weights_host"))
-                yield from (one for one in rows if isinstance(one, Tensor))
+    for part in table_parts(modules):
+        # Private attributes of TorchRec's kernels and of fbgemm's tables (TorchRec 1.8); classes
+        # that lack them have nothing to stash.
+        kernel = getattr(part, "_emb_module", None)
+        config = getattr(part, "_config", None)
+        tables = getattr(config, "embedding_tables", ())
+        if any(getattr(table, "stash_weights", False) for table in tables):
+            rows = (getattr(kernel, name, None) for name in ("weights_dev", "weights_host"))
+            yield from (tensor for tensor in rows if isinstance(tensor, Tensor))
