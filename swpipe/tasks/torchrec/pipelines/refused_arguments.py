@@ -124,15 +124,11 @@ def no_internal(owner: object, name: str) -> AttributeError:
     )
 
 
-_SAME = "has the same numbers; keep TorchRec's class where memory does not suffice"
-
 INSTEAD = {
     "EvalPipelineCPUSparse": "it looks tables up on the CPU for a dense part on a GPU: shard the "
     "tables on the GPU and use EvalPipelineSparseDist, or keep TorchRec's class",
     "TrainPipelinePT2": "it compiles the model in its fourth batch and overlaps nothing: call "
     "model.compile() yourself, and use TrainPipelineBase, which copies batches ahead",
-    "TrainPipelinePrefetchEMS": "it frees tables' caches during the dense part: "
-    f"PrefetchTrainPipelineSparseDist {_SAME}",
     "TrainPipelineSparseDistBwdOpt": "it steps the optimizer within backward, with the gradients "
     "that are there by then: TrainPipelineFusedSparseDist steps with all of them, while the next "
     "batch's embeddings are exchanged, where the optimizer has no tables",

@@ -1,4 +1,4 @@
-"""TorchRec's pipelines that keep tables or optimizer state on the host between two uses.
+"""TorchRec's pipelines that keep tables, caches or optimizer state on the host between two uses.
 
     period      EmbForward   DenseForward, LossPostprocess   DenseBackward   EmbBackward   OptimStep
     tables         used      ------ on the host ----------    copied back       used
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -62,12 +62,16 @@ class TrainPipelineSparseDistEmbStash(TrainPipelineSparseDist[In, Out]):
     # The split forward, so that nothing touches the tables between EmbForward and EmbBackward.
     form = replace(TrainPipelineSparseDist.form, kind="split")
 
+    caches: ClassVar[bool] = False
+    """Whether the caches of tables in host memory are moved too."""
+
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        modules = tuple(tasks.rewrite.sharded.values())
-        if not [*_stashed(modules)]:
+        tensors = partial(_stashed, [*tasks.rewrite.sharded.values()], self.caches)
+        if not any(tensor.numel() for tensor in tensors()):
+            cached = ", and none has a cache" if self.caches else ""
             warnings.warn(
                 f"{type(self).__name__}: no table of this rank has stash_weights=True in its "
-                "configuration, so none is moved to the host",
+                f"configuration{cached}, so none is moved to the host",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -76,11 +80,21 @@ class TrainPipelineSparseDistEmbStash(TrainPipelineSparseDist[In, Out]):
             plans.EMBED,
             plans.EMBED_BACK,
             tasks.device,
-            tensors=partial(_stashed, modules),
+            tensors=tensors,
             freed=plans.DENSE,
             state="rows on the device",
         )
         return with_offload(replace(super()._plan(tasks), tasks=tasks.tasks()), [pair])
+
+
+class TrainPipelinePrefetchEMS(TrainPipelineSparseDistEmbStash[In, Out]):
+    """Counterpart of TorchRec's class: moves the caches of tables in host memory, too.
+
+    A cache comes back with the rows that it had. TorchRec's class writes these to the table, and
+    fetches them again.
+    """
+
+    caches = True
 
 
 def _states(optimizers: Iterable[Any]) -> Iterator[Tensor]:
@@ -96,7 +110,7 @@ def _states(optimizers: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in([*optimizer.state.values()])
 
 
-def _stashed(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+def _stashed(modules: Iterable[nn.Module], caches: bool) -> Iterator[Tensor]:
     """Yield the rows of fbgemm's tables that are to be stashed, chosen as TorchRec chooses them."""
     for part in table_parts(modules):
         # Private attributes of TorchRec's kernels and of fbgemm's tables (TorchRec 1.8); classes
@@ -104,6 +118,8 @@ def _stashed(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
         kernel = getattr(part, "_emb_module", None)
         config = getattr(part, "_config", None)
         tables = getattr(config, "embedding_tables", ())
+        names = ["lxu_cache_weights"] if caches else []
         if any(getattr(table, "stash_weights", False) for table in tables):
-            rows = (getattr(kernel, name, None) for name in ("weights_dev", "weights_host"))
-            yield from (tensor for tensor in rows if isinstance(tensor, Tensor))
+            names += ["weights_dev", "weights_host"]
+        rows = (getattr(kernel, name, None) for name in names)
+        yield from (tensor for tensor in rows if isinstance(tensor, Tensor))
