@@ -16,8 +16,8 @@ One period from left to right, with the iteration of each task; iteration i is r
     prefetch     start copy embed dense wait prefetch loss dense' embed' finalize step
                  i+2   i+3  i     i     i+2  i+1      i    i      i      i        i
 
-    split        embed wait copy dense prefetch loss dense' start embed' finalize step
-                 i     i+1  i+2  i     i+1      i    i      i+2   i      i        i
+    split        embed wait copy dense loss dense' start prefetch embed' finalize step
+                 i     i+1  i+2  i     i    i      i+2   i+1      i      i        i
 
     semi_sync    copy dense loss dense' prefetch embed wait start embed' finalize step
                  i+3  i     i    i      i+1      i+1   i+2  i+3   i      i        i
@@ -133,20 +133,24 @@ def prefetch(*, lean: bool = False) -> PipelinePlan:
     )
 
 
-def split(*, after_step: bool = True, lean: bool = False) -> PipelinePlan:
+def split(
+    *, after_step: bool = True, one_backward: bool = False, lean: bool = False
+) -> PipelinePlan:
     """Return a plan of three stages that looks up directly after the batch before updates tables.
 
     Each batch needs two exchanges in sequence: of embeddings and of their gradients. Work that does
     not depend on an exchange overlaps it. Gradients are exchanged during the end of the dense
-    backward and the start of a later batch's input exchange. Embeddings are exchanged during the
-    wait for that exchange, the copy of a later batch and the start of the dense forward. It needs
-    the split forward.
+    backward, the start of a later batch's input exchange and the prefetch of the next batch.
+    Embeddings are exchanged during the wait for that exchange, the copy of a later batch and the
+    start of the dense forward. It needs the split forward.
 
     Args:
         after_step: Whether the look-up comes after ``OptimStep`` of the batch before, which updates
             tables (data-parallel ones, for example) or the learning rate of fused ones. It then
             comes in the period of its batch, so that it also sees what the loop has changed.
             Otherwise it comes before ``OptimStep``, which overlaps the exchange of embeddings too.
+        one_backward: Whether ``DenseBackward`` updates tables. The prefetch, which may fill their
+            caches on another stream, then waits for it.
         lean: Whether the look-up comes in the period of its batch, before later batches get memory.
             The exchange of gradients then overlaps nothing.
     """
@@ -155,7 +159,8 @@ def split(*, after_step: bool = True, lean: bool = False) -> PipelinePlan:
         early = (PREFETCH, EMBED, START, COPY, DENSE, WAIT, *LAST)
         return _plan(stages, early, same_period=((START, EMBED), (COPY, EMBED)), streams=STREAMS)
     stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 1}
-    order = (EMBED, WAIT, COPY, DENSE, PREFETCH, LOSS, DENSE_BACK, START, EMBED_BACK)
+    # The prefetch is between two exchanges on no path: after DENSE_BACK it delays neither of them.
+    order = (EMBED, WAIT, COPY, DENSE, LOSS, DENSE_BACK, START, PREFETCH, EMBED_BACK)
     if not after_step:
         # The look-up of the next batch moves from the beginning of a period to the end of the one
         # before, between EmbBackward and OptimStep.
@@ -166,7 +171,7 @@ def split(*, after_step: bool = True, lean: bool = False) -> PipelinePlan:
         (*order, FINALIZE, STEP),
         # EMBED depends on STEP only if STEP changes what a look-up reads.
         carried=[(EMBED, EMBED_BACK), *([(EMBED, STEP)] if after_step else [])],
-        same_period=((PREFETCH, DENSE), (DENSE_BACK, PREFETCH)),
+        same_period=((PREFETCH, DENSE_BACK if one_backward else DENSE), (EMBED_BACK, PREFETCH)),
         streams={**STREAMS, PREFETCH: "prefetch"},
     )
 

@@ -124,6 +124,19 @@ def test_one_backward_for_both_says_that_it_updates_the_tables(one_rank: Ranks) 
     assert "tables" not in one_rank.run(_states_of_backward, "split")[0]
 
 
+def _prefetched_after(forward: Kind) -> list[str]:
+    """The tasks of the batch before that a prefetch waits for in the plan ``split``."""
+    with create(EXACT[3], forward=forward) as pipeline:
+        pairs = pipeline.pipe.plan.same_period_deps
+        return [before for after, before in pairs if after == plans.PREFETCH]
+
+
+def test_a_prefetch_comes_after_the_backward_that_updates_tables(one_rank: Ranks) -> None:
+    """It may fill their caches on another stream."""
+    assert one_rank.run(_prefetched_after, "split") == [[plans.DENSE]]
+    assert one_rank.run(_prefetched_after, "ahead") == [[plans.DENSE_BACK]]
+
+
 # --------------------------------------------------------------------------------------- words
 
 

@@ -501,7 +501,11 @@ def split(tasks: SparseDistTasks) -> PipelinePlan:
     # The next look-up may precede this batch's step only if the step changes neither the tables'
     # rows nor the learning rate that their fused optimizer reads.
     early = tasks.rewrite.looks_up_ahead and not (tasks.tables_in_step or tasks.fused)
-    return plans.split(after_step=not early, lean=bool(tasks.options.memory))
+    return plans.split(
+        after_step=not early,
+        one_backward=tasks.options.forward != "split" or bool(tasks.rewrite.late),
+        lean=bool(tasks.options.memory),
+    )
 
 
 def semi_sync(tasks: SparseDistTasks) -> PipelinePlan:
