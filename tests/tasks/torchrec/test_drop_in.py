@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -306,12 +307,34 @@ def test_an_error_keeps_its_place_among_batches_that_are_kept_back(
     keep_back: int, right: list[Any]
 ) -> None:
     """Batches that ``execute_all_batches=False`` reads ahead come before it."""
-    batches, found = Pass(Corrupt(), keep_back=keep_back), list[Any]()
+    assert list(islice(handed_out(Pass(Corrupt(), keep_back=keep_back)), 9)) == right
+
+
+def handed_out(batches: Iterator[int]) -> Iterator[Any]:
+    """The batches, and the texts of the errors."""
     while True:
         try:
-            found.append(next(batches))
+            yield next(batches)
         except ValueError as error:
-            found.append(str(error))
+            yield str(error)
         except StopIteration:
-            break
-    assert found == right
+            return
+
+
+class Broken(Iterator[int]):
+    """Number 0, and then the same error for ever."""
+
+    def __init__(self) -> None:
+        self.begun = False
+
+    def __next__(self) -> int:
+        if self.begun:
+            raise ValueError("planted")
+        self.begun = True
+        return 0
+
+
+def test_an_iterator_that_goes_on_failing_is_read_once_for_each_call() -> None:
+    """The batch that was kept back comes first; nothing is read behind an error."""
+    found = list(islice(handed_out(Pass(Broken(), keep_back=2)), 3))
+    assert found == [0, "planted", "planted"]

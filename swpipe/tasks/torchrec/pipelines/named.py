@@ -49,7 +49,6 @@ class Form:
         left: How many batches ``execute_all_batches=False`` leaves at the end of the data.
         zero_grad: The task in which TorchRec's class calls the optimizer's ``zero_grad``.
         without_grad: When batches run without gradients: "always", in "eval" mode, or "never".
-        copies_later: Whether the class has the argument ``enqueue_batch_after_forward``.
         copies_apart: Whether batches are copied on a thread of their own.
     """
 
@@ -59,7 +58,6 @@ class Form:
     left: int = 2
     zero_grad: str | None = plans.EMBED
     without_grad: Literal["always", "eval", "never"] = "never"
-    copies_later: bool = False
     copies_apart: bool = False
 
 
@@ -152,8 +150,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         """Return the next batch, or None at the end of the data.
 
         An override may skip or add batches, or let the ranks agree on the end of the data. It finds
-        the
-        batches in flight in ``batches``, oldest first, as they were pulled.
+        the batches in flight in ``batches``, oldest first, as they were pulled.
         """
         if dataloader_iter is not self._dataloader_iter:
             self._dataloader_iter = dataloader_iter
@@ -166,8 +163,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         """Copy one batch to the device and return whether there was one.
 
         The pipeline calls it for each batch, on the stream for copies, with an iterator that has
-        only this
-        batch.
+        only this batch.
 
         Raises:
             RuntimeError: The caller is not the pipeline, which pulls the batches itself.
@@ -242,8 +238,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         """Return the state as ``SparseDistPipeline.state_dict`` does.
 
         ``next_iteration`` counts from 0 again after ``reset``, and ``in_flight`` includes the
-        batches that
-        ``execute_all_batches=False`` keeps back.
+        batches that ``execute_all_batches=False`` keeps back.
         """
         # TorchRec's GradientAccumulationWrapper counts batches in the private _current_step, which
         # no state_dict has: between two of its steps nothing may be saved.
@@ -379,7 +374,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         plan = self._plan(self.tasks)
         # TorchRec's classes with this argument copy the next batch after the dense forward was
         # launched; the order of the plan says the same.
-        if self.form.copies_later and self._given.get("enqueue_batch_after_forward"):
+        if self._given.get("enqueue_batch_after_forward"):
             order = [name for name in plan.order if name != plans.COPY]
             order.insert(order.index(plans.DENSE) + 1, plans.COPY)
             plan = replace(plan, order=order)
@@ -432,6 +427,11 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     def _at_stop(self) -> None:
         vars(self).get("batches", []).clear()
 
+    @property
+    def _done(self) -> int:
+        """The number of batches that were returned, or dropped by a failure."""
+        return self.pipe.state_dict(check=False)["next_iteration"]
+
     def _restart(self, begin: Callable[[], None]) -> None:
         """Rebuild the tasks with ``begin``, keeping the next batch's number; none is in flight."""
         # check=False: the number is needed also where a failure has dropped batches.
@@ -462,8 +462,7 @@ class TrainPipelineBase(NamedPipeline[In, Out]):
     """Counterpart of TorchRec's class: the next batch is copied during this one's step. Any model.
 
     Unlike TorchRec's class, it uses ``custom_model_fwd``, and needs no ``reset`` to continue with
-    new
-    data after the end of an iterator. The model need not be sharded.
+    new data after the end of an iterator. The model need not be sharded.
     """
 
     form = Form(plan=lean(plans.copy_ahead), kind="own")
@@ -472,7 +471,7 @@ class TrainPipelineBase(NamedPipeline[In, Out]):
 class TrainPipelineSparseDist(NamedPipeline[In, Out]):
     """Counterpart of TorchRec's class, under the plan ``sparse_dist``."""
 
-    form = Form(copies_later=True)
+    form = Form()
 
 
 class TrainPipelineSparseDistLite(TrainPipelineSparseDist[In, Out]):
@@ -492,11 +491,10 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
 
     As in TorchRec, a look-up uses the learning rates of the previous call, unless
     ``embedding_lookup_after_data_dist=True``. ``strict`` has no effect. The look-up is submitted on
-    the
-    caller's stream, whatever ``emb_lookup_stream`` is.
+    the caller's stream, whatever ``emb_lookup_stream`` is.
     """
 
-    form = Form(plan=split, kind="split", alone="ahead", copies_later=True)
+    form = Form(plan=split, kind="split", alone="ahead")
 
     def _take(self, given: Mapping[str, Any]) -> None:
         if (stream := given["emb_lookup_stream"]) not in ("new", "current", "data_dist"):
@@ -546,8 +544,7 @@ class TrainEvalHybridPipelineBase(TrainPipelineSparseDist[In, Out]):
     """Counterpart of TorchRec's class; a batch under ``model.eval()`` runs without gradients.
 
     Unlike in TorchRec's class, batches in flight keep their mode. To change the mode, continue to
-    the
-    end of the iterator, or call ``drain``.
+    the end of the iterator, or call ``drain``.
     """
 
     form = replace(TrainPipelineSparseDist.form, without_grad="eval")

@@ -61,8 +61,8 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
     """Counterpart of TorchRec's class, for any model; PEC applies to ``PECEmbeddingCollection``.
 
     ``exchange_report`` says which plan is used, and why. While batches are in flight under PEC,
-    some
-    row updates are pending. Call ``drain`` before the model is detached or run by another pipeline.
+    some row updates are pending. Call ``drain`` before the model is detached or run by another
+    pipeline.
     """
 
     form = Form(plan=split, kind="split", alone="ahead", zero_grad=None)
@@ -167,12 +167,6 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
     # A pass ends with its trial, so that no batch is in flight when the plan changes.
     def _new_pass(self, source: Iterator[Any], limit: int | None = None) -> Pass:
         return super()._new_pass(source, self._ends_at and self._ends_at - self._done)
-
-    @property
-    def _done(self) -> int:
-        """The number of batches that were returned, or dropped by a failure."""
-        done: int = self.pipe.state_dict(check=False)["next_iteration"]
-        return done
 
 
 _TO_COME = "updates of rows that the batch after has not are still to come"

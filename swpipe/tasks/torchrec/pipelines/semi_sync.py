@@ -97,11 +97,6 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         # With stashed gradients the stale plan has another optimizer, so the tasks are made again.
         (self._build if self._stashes else self._start)()
 
-    @property
-    def _done(self) -> int:
-        """The number of batches that were returned, or dropped by a failure."""
-        return self.pipe.state_dict(check=False)["next_iteration"]
-
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         # Made before start_batch too: it refuses tables that cannot be read stale.
         stale = semi_sync(tasks)
