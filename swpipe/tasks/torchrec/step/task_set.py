@@ -52,7 +52,7 @@ from swpipe.tasks.torchrec.step.task_states import Gradients, Part, declared, pa
 from swpipe.tasks.torchrec.step.train_step import TrainStep, by_gradient
 
 
-def _in_turn(parts: Sequence[TaskFn]) -> TaskFn:
+def in_turn(parts: Sequence[TaskFn]) -> TaskFn:
     """Return a function that calls several functions of the context, one after the other."""
     if len(parts) == 1:
         return parts[0]
@@ -388,7 +388,7 @@ class SparseDistTasks:
         return PipelineTask(
             name,
             # Parts that would do nothing are not called, which saves host time.
-            _in_turn([getattr(self, method) for method, part in parts.items() if part.works]),
+            in_turn([getattr(self, method) for method, part in parts.items() if part.works]),
             [*states, *pinned],
             random=self.options.random and any(part.draws for part in parts.values()),
             pure=not (states or any(part.undeclared for part in parts.values())),
