@@ -228,12 +228,7 @@ def find(part: Part) -> Any:
         module = importlib.import_module(part.module)
     except ModuleNotFoundError:
         return None
-    if hasattr(module, part.name):
-        return getattr(module, part.name)
-    try:
-        return importlib.import_module(str(part))  # the part is a submodule
-    except ModuleNotFoundError:
-        return None
+    return getattr(module, part.name, None)
 
 
 # Most parts that are gone have moved to another module, which the message then names.

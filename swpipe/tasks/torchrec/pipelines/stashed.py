@@ -25,6 +25,7 @@ from swpipe.tasks.torchrec._torchrec import FusedOptimizer
 from swpipe.tasks.torchrec.embedding_tables.table_state import table_parts
 from swpipe.tasks.torchrec.pipelines.named import In, Out, TrainPipelineSparseDist
 from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
+from swpipe.tasks.torchrec.step.train_step import innermost
 
 
 class TrainPipelineSparseDistOptStash(TrainPipelineSparseDist[In, Out]):
@@ -100,14 +101,9 @@ class TrainPipelinePrefetchEMS(TrainPipelineSparseDistEmbStash[In, Out]):
 def _states(optimizers: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the state tensors of the optimizers that step the dense part."""
     for optimizer in optimizers:
-        if isinstance(optimizer, FusedOptimizer):
-            continue
-        if hasattr(optimizer, "optimizers"):  # TorchRec's CombinedOptimizer: (key, optimizer)
-            yield from _states(inner for _, inner in optimizer.optimizers)
-        elif hasattr(optimizer, "_optimizer"):  # TorchRec's wrappers: warm-up, clipping
-            yield from _states([optimizer._optimizer])
-        else:
-            yield from tensors_in([*optimizer.state.values()])
+        for inner in innermost(optimizer):
+            if not isinstance(inner, FusedOptimizer):
+                yield from tensors_in([*inner.state.values()])
 
 
 def _stashed(modules: Iterable[nn.Module], caches: bool) -> Iterator[Tensor]:

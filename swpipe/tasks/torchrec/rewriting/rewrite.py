@@ -365,14 +365,15 @@ class Rewrite:
                 )
 
     def _reported(self, traced: Traced) -> RewriteReport:
+        inputs = traced.inputs
         modules = (
             ModuleReport(
                 name,
-                type(self.sharded[name]).__name__,
-                not found.why,
-                f"{found}{LATE if name in self.late else ''}",
+                type(module).__name__,
+                not inputs[name].why,
+                f"{inputs[name]}{LATE if name in self.late else ''}",
             )
-            for name, found in ((name, traced.inputs[name]) for name in self.sharded)
+            for name, module in self.sharded.items()
         )
         computed = (f"{name}({Found(args)})" for name, args in traced.computed.items())
         return RewriteReport(tuple(modules), self._options.find, describe(), tuple(computed))
