@@ -239,18 +239,18 @@ class SearchSpace:
             yield self._first._replace(threads=name)
             yield self._first._replace(threads=name, priority=ties)
 
-    def neighbours(self, one: Evaluated) -> Iterator[Layout]:
+    def neighbours(self, parent: Evaluated) -> Iterator[Layout]:
         """Yield the layouts that differ in the threads, in one bundle's stream, or in the order."""
         for preset in PRESETS:
-            yield one.layout._replace(threads=preset)
+            yield parent.layout._replace(threads=preset)
         if self._on_device:
-            yield from self._on_other_streams(one.layout)
-        order = one.layout.priority
+            yield from self._on_other_streams(parent.layout)
+        order = parent.layout.priority
         # Sorting is stable: where a policy ranks tasks equally, the present order decides.
         for rank in self.policies.values():
-            yield one.layout._replace(priority=tuple(sorted(order, key=rank)))
-        for swapped in swaps(one.plan, order, self.rules.queues):
-            yield one.layout._replace(priority=swapped)
+            yield parent.layout._replace(priority=tuple(sorted(order, key=rank)))
+        for swapped in swaps(parent.plan, order, self.rules.queues):
+            yield parent.layout._replace(priority=swapped)
 
     def evaluate(self, layouts: Iterable[Layout]) -> list[Evaluated]:
         """Return the evaluations of all layouts that are new and within the limits."""
@@ -263,14 +263,14 @@ class SearchSpace:
             if key in self._seen or len(shaped.thread_groups) > self._limits.threads:
                 continue
             self._seen.add(key)
-            found = best_assignment(
+            assigned = best_assignment(
                 shaped, self._costs, self.rules, layout.priority, streams=self._on_device
             )
-            if found is not None:
+            if assigned is not None:
                 self.tried += 1
                 # The priority is only a wish; the plan's order also keeps all edges.
-                chosen = layout._replace(priority=tuple(found.plan.order))
-                evaluated.append(Evaluated(chosen, found.plan, found.ii_us))
+                chosen = layout._replace(priority=tuple(assigned.plan.order))
+                evaluated.append(Evaluated(chosen, assigned.plan, assigned.ii_us))
         return evaluated
 
     def _on_other_streams(self, layout: Layout) -> Iterator[Layout]:

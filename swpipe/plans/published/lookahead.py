@@ -100,9 +100,9 @@ def assign_lookaheads(
     given_us = best.ii_us
     # Two orders to stay close to: the given one, and the engine's for a plan without an order.
     for order in dict.fromkeys([rules.order, resolve_plan(replace(plan, order=())).period_order]):
-        found = best_assignment(given, costs, rules, order, streams=streams)
-        if found is not None and found.ii_us < best.ii_us * (1 - _SAME):
-            best = found
+        better = best_assignment(given, costs, rules, order, streams=streams)
+        if better is not None and better.ii_us < best.ii_us * (1 - _SAME):
+            best = better
     assigned = lookaheads(best.plan)
     start = lookaheads(plan)
     raised = [f"{n} {start[n]} to {k}" for n, k in assigned.items() if k > start[n]]
@@ -218,18 +218,20 @@ class Rules:
         """Return the distinct assignments to simulate, fewest iterations in flight first."""
         paths = self._paths()
         longest = max((path.time_us for path in paths.values()), default=0.0) or 1.0
-        found = [self._raised({})]
+        assignments = [self._raised({})]
         for periods in range(1, self._limits.in_flight):
             # A little less, so that a quotient that rounds up to just above an integer gives that
             # integer.
             share = periods * (1 - _SAME) / longest
-            found.append(
+            assignments.append(
                 self._raised(
                     {n: p.base + max(1, math.ceil(p.time_us * share)) for n, p in paths.items()}
                 )
             )
         # A task at lookahead 0 is the last stage. Without one, every task could run later.
-        unique = {tuple(levels.values()): levels for levels in found if not min(levels.values())}
+        unique = {
+            tuple(levels.values()): levels for levels in assignments if not min(levels.values())
+        }
         return sorted(
             unique.values(), key=lambda levels: (max(levels.values()), sum(levels.values()))
         )

@@ -100,7 +100,7 @@ class PrefetchedBatches:
     @contextmanager
     def counting(self, ids: Any) -> Iterator[None]:
         """Provide a block in which prefetches of these ids get the counts of their keys."""
-        counted = [one for one in ids if one.weights_or_none() is not None]
+        counted = [features for features in ids if features.weights_or_none() is not None]
         with ExitStack() as stack:
             for table in self._tables if counted else ():
                 stack.enter_context(table.counting(counted))
@@ -174,9 +174,9 @@ class _Table:
         prefetch = self.module.prefetch
 
         def counted(indices: Tensor, offsets: Tensor, *args: Any, **kwargs: Any) -> None:
-            for one in ids:
-                values = one.values()
-                weights = one.weights()
+            for features in ids:
+                values = features.values()
+                weights = features.weights()
                 # The indices are a slice of the values of one jagged tensor, so the same slice of
                 # its weights has their counts.
                 first = indices.storage_offset() - values.storage_offset()
@@ -202,9 +202,9 @@ class _Table:
         """Provide a block in which the queue has one batch's states; new states are added."""
         self.check_empty()
         # States are compared by identity, since they hold tensors.
-        known = {id(one.state): one for one in states if one.table is self}
+        known = {id(entry.state): entry for entry in states if entry.table is self}
         own = self.module._prefetch_states
-        queue = _Queue(one.state for one in known.values())
+        queue = _Queue(entry.state for entry in known.values())
 
         def take(state: Any) -> _State:
             if id(state) not in known:

@@ -47,9 +47,9 @@ class TableState:
             RuntimeError: There is no function to capture the rows.
         """
         if self._given is None:
-            told = ", ".join(f"{n} ({type(self._modules[n]).__name__})" for n in self._hidden)
+            tables = ", ".join(f"{n} ({type(self._modules[n]).__name__})" for n in self._hidden)
             raise RuntimeError(
-                f"the rows of {told} lie in no parameter or buffer, so they would be trained and "
+                f"the rows of {tables} lie in no parameter or buffer, so they would be trained and "
                 "not restored: give TaskOptions(tables_state=(capture, restore)), functions "
                 "that return all rows of this rank and put them back"
             )

@@ -465,8 +465,8 @@ def build(
     if (optimizer is None) == (step is None):
         raise ValueError("give either optimizer= or step=TrainStep(...), which has its own")
     if step is None:
-        several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-        step = TrainStep([one for one in several if one is not None])
+        several: Any = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        step = TrainStep(several)
     own = {name: options.pop(name) for name in _OPTIONS & options.keys()}
     tasks = SparseDistTasks(model, step, TaskOptions(**options), device=device)
     return SparseDistPipeline(tasks, plan(tasks), **own)

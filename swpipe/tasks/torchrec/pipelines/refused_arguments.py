@@ -153,8 +153,8 @@ class Elsewhere(torchrec_pipelines.TrainPipeline):  # type: ignore[misc]
 def _made(name: str, instead: str) -> type[Elsewhere]:
     # Made at run time, one class for each name, so that scripts can import the name and
     # isinstance() and the message refer to it.
-    said = f"Raises NotImplementedError when it is constructed: {instead}."
-    kind = type(name, (Elsewhere,), {"__doc__": said, "__module__": __name__})
+    doc = f"Raises NotImplementedError when it is constructed: {instead}."
+    kind = type(name, (Elsewhere,), {"__doc__": doc, "__module__": __name__})
     if (original := torchrec_class(name)) is not None:
         original.register(kind)
     return kind

@@ -329,7 +329,7 @@ class _Merged(LazyAwaitable):  # type: ignore[misc]
 
         batch = self._batch
         inner = self._module.inner
-        found: dict[str, Any] = {}
+        jagged: dict[str, Any] = {}
         for number, (late, early) in enumerate(zip(self._late, batch.early, strict=True)):
             with torch.no_grad():
                 both = torch.cat([late.wait(), early.wait()])
@@ -337,7 +337,7 @@ class _Merged(LazyAwaitable):  # type: ignore[misc]
             # Leaves: the graph is cut here, and the gradients go into `merged.grad` for
             # start_backward.
             batch.merged.append(merged.requires_grad_(torch.is_grad_enabled()))
-            found |= construct_jagged_tensors(
+            jagged |= construct_jagged_tensors(
                 embeddings=merged,
                 features=batch.context.sharding_contexts[number].features_before_input_dist,
                 embedding_names=inner._embedding_names_per_sharding[number],
@@ -345,7 +345,7 @@ class _Merged(LazyAwaitable):  # type: ignore[misc]
                 features_to_permute_indices=inner._features_to_permute_indices,
             )
         batch.early = []
-        return found
+        return jagged
 
 
 class PecTasks:
@@ -398,20 +398,20 @@ class PecTasks:
             ],
             names.DENSE: [PipelineTask(LATE, self._late, [deferred, updates])],
         }
-        seen = DeclaredIO(state="overlap", mode="r")
+        masks = DeclaredIO(state="overlap", mode="r")
         wrapped = {
             names.EMBED: (self._after_look_up, [deferred]),
-            names.DENSE_BACK: (self._send, [seen, deferred]),
+            names.DENSE_BACK: (self._send, [masks, deferred]),
             names.EMBED_BACK: (self._update, []),
         }
-        found = []
+        tasks = []
         for own in self._tasks.tasks():
             task = own
             if own.name in wrapped:
                 then, io = wrapped[own.name]
                 task = replace(own, fn=in_turn([own.fn, then]), io=(*own.io, *io))
-            found += [task, *added.get(own.name, ())]
-        return tuple(found)
+            tasks += [task, *added.get(own.name, ())]
+        return tuple(tasks)
 
     def _forget(self) -> None:
         """Forget the batches that were dropped."""
