@@ -480,13 +480,13 @@ def lean(make: Callable[..., PipelinePlan]) -> PlanFor:
     return lambda tasks: make(lean=bool(tasks.options.memory))
 
 
-def split(tasks: SparseDistTasks) -> PipelinePlan:
-    """Return the plan ``split`` for these tasks."""
+def split(tasks: SparseDistTasks, *, late: bool = False) -> PipelinePlan:
+    """Return the plan ``split`` for these tasks; if ``late``, look-ups come after the last step."""
     # The next look-up may precede this batch's step only if the step changes neither the tables'
     # rows nor the learning rate that their fused optimizer reads.
-    early = tasks.rewrite.looks_up_ahead and not (tasks.tables_in_step or tasks.fused)
+    changes = tasks.tables_in_step or tasks.fused or not tasks.rewrite.looks_up_ahead
     return plans.split(
-        after_step=not early,
+        after_step=bool(late or changes),
         one_backward=tasks.options.forward != "split" or bool(tasks.rewrite.late),
         lean=bool(tasks.options.memory),
     )

@@ -508,7 +508,7 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
         return plans.EMBED if self._late() else plans.DENSE_BACK
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        return plans.split(lean=bool(tasks.options.memory)) if self._late() else split(tasks)
+        return split(tasks, late=self._late())
 
     def _late(self) -> bool:
         """Return whether each batch is looked up only in the call that returns it."""

@@ -236,8 +236,7 @@ class StagedTrainPipeline(PassPipeline, torchrec_pipelines.TrainPipeline, Generi
         for exchange in self._exchanges:
             exchange.attach()
 
-    def _make_ready(self) -> None:
-        self.attach()
+    _make_ready = attach
 
     def _task(self, name: str, stage: PipelineStage) -> PipelineTask:
         """Return the task that runs a stage; dropping its batches also drops their exchanges."""
