@@ -48,7 +48,7 @@ from swpipe.tasks.torchrec.rewriting.seam import run_embedding_backward
 from swpipe.tasks.torchrec.step.grad_reduction import GradientFlow
 from swpipe.tasks.torchrec.step.module_modes import ModuleModesOf
 from swpipe.tasks.torchrec.step.task_options import TaskOptions
-from swpipe.tasks.torchrec.step.task_states import Gradients, Part, declared, parts_of_step
+from swpipe.tasks.torchrec.step.task_states import Gradients, PartUse, declared, parts_of_step
 from swpipe.tasks.torchrec.step.train_step import TrainStep, by_gradient
 
 
@@ -367,11 +367,11 @@ class SparseDistTasks:
         """Return the tasks in serial order."""
         known = parts_of_step(self)
         return tuple(
-            self._task(name, {part: known.get(part, Part()) for part in parts})
+            self._task(name, {part: known.get(part, PartUse()) for part in parts})
             for name, parts in self.parts().items()
         )
 
-    def _task(self, name: str, parts: Mapping[str, Part]) -> PipelineTask:
+    def _task(self, name: str, parts: Mapping[str, PartUse]) -> PipelineTask:
         modes: dict[str, Any] = {}
         for part in parts.values():
             for state, mode in part.states.items():

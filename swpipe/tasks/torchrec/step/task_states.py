@@ -31,7 +31,7 @@ its own batch. Changing tables or postprocs while batches are in flight is refus
 """
 
 
-class Part(NamedTuple):
+class PartUse(NamedTuple):
     """What is known of a method of ``SparseDistTasks`` that a task calls.
 
     Attributes:
@@ -47,7 +47,7 @@ class Part(NamedTuple):
     undeclared: bool = False
 
 
-def parts_of_step(tasks: Any) -> dict[str, Part]:
+def parts_of_step(tasks: Any) -> dict[str, PartUse]:
     """Return the parts of a step under its options, keyed by the name of the method."""
     options = tasks.options
     kind = options.forward
@@ -87,24 +87,26 @@ def parts_of_step(tasks: Any) -> dict[str, Part]:
     # tasks, which costs host time.
     asks = tasks.step.on_losses is not None
     return {
-        "start_shuffle": Part({"shuffler": "rw"} if shuffles else {}, shuffles),
+        "start_shuffle": PartUse({"shuffler": "rw"} if shuffles else {}, shuffles),
         # The ticket has all that finish needs, so other batches may be started before it: the two
         # parts share no state.
-        "finish_shuffle": Part({"shuffled rows": "rw"} if shuffles else {}, shuffles),
-        "postprocess_input": Part({"postproc": "rw"}, not own, draws=True),
-        "start_input_dist": Part({"exchange of sizes": "rw"}, exchanges),
-        "wait_input_dist": Part({"exchange of ids": "rw"}, exchanges),
-        "prefetch": Part({"table cache": "rw"}, fills or pins),
-        "count_tokens": Part(works=tasks.step.per_token is not None),
-        "embedding_forward": Part({**forward, **embedding_forward}, draws=True),
-        "dense_forward": Part({**forward, **dense_forward}, split, draws=True),
-        "postprocess_loss": Part({} if asks else {"loss": "rw"}, undeclared=asks),
-        "zero_grad": Part({"gradients": "rw", **({"optimizer": "rw"} if hands_over else {})}),
-        "dense_backward": Part(backward if split and not late else {**backward, **tables}),
-        "embedding_backward": Part(embedding_backward, kind == "split" or tasks.replicates or pins),
-        "finalize_gradients": Part({"gradients": "rw"}, finalizes),
-        "optimizer_step": Part({**step, "tables": "rw"} if tasks.tables_in_step else step),
-        "watch": Part(works=watches, undeclared=watches),
+        "finish_shuffle": PartUse({"shuffled rows": "rw"} if shuffles else {}, shuffles),
+        "postprocess_input": PartUse({"postproc": "rw"}, not own, draws=True),
+        "start_input_dist": PartUse({"exchange of sizes": "rw"}, exchanges),
+        "wait_input_dist": PartUse({"exchange of ids": "rw"}, exchanges),
+        "prefetch": PartUse({"table cache": "rw"}, fills or pins),
+        "count_tokens": PartUse(works=tasks.step.per_token is not None),
+        "embedding_forward": PartUse({**forward, **embedding_forward}, draws=True),
+        "dense_forward": PartUse({**forward, **dense_forward}, split, draws=True),
+        "postprocess_loss": PartUse({} if asks else {"loss": "rw"}, undeclared=asks),
+        "zero_grad": PartUse({"gradients": "rw", **({"optimizer": "rw"} if hands_over else {})}),
+        "dense_backward": PartUse(backward if split and not late else {**backward, **tables}),
+        "embedding_backward": PartUse(
+            embedding_backward, kind == "split" or tasks.replicates or pins
+        ),
+        "finalize_gradients": PartUse({"gradients": "rw"}, finalizes),
+        "optimizer_step": PartUse({**step, "tables": "rw"} if tasks.tables_in_step else step),
+        "watch": PartUse(works=watches, undeclared=watches),
     }
 
 
