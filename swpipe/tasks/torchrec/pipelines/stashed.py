@@ -63,13 +63,13 @@ class TrainPipelineSparseDistEmbStash(TrainPipelineSparseDist[In, Out]):
     # The split forward, so that nothing touches the tables between EmbForward and EmbBackward.
     form = replace(TrainPipelineSparseDist.form, kind="split")
 
-    caches: ClassVar[bool] = False
+    _caches: ClassVar[bool] = False
     """Whether the caches of tables in host memory are moved too."""
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        tensors = partial(_stashed, [*tasks.rewrite.sharded.values()], self.caches)
+        tensors = partial(_stashed, [*tasks.rewrite.sharded.values()], self._caches)
         if not any(tensor.numel() for tensor in tensors()):
-            cached = ", and none has a cache" if self.caches else ""
+            cached = ", and none has a cache" if self._caches else ""
             warnings.warn(
                 f"{type(self).__name__}: no table of this rank has stash_weights=True in its "
                 f"configuration{cached}, so none is moved to the host",
@@ -95,7 +95,7 @@ class TrainPipelinePrefetchEMS(TrainPipelineSparseDistEmbStash[In, Out]):
     fetches them again.
     """
 
-    caches = True
+    _caches = True
 
 
 def _states(optimizers: Iterable[Any]) -> Iterator[Tensor]:
