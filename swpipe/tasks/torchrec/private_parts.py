@@ -162,7 +162,7 @@ PEC_PARTS: tuple[Part, ...] = (
         f"{_DISTRIBUTED}.pec_embedding",
         ShardedPECEmbeddingCollection={
             "calls": {"overlap_dist": "ctx, dist_input, prev_ctx, prev_dist_input"},
-            "has": "_embedding_collection _env _overlap_handlers",
+            "has": "_embedding_collection _env",
         },
     ),
     *_parts(

@@ -216,8 +216,9 @@ class PecModule:
 
     def start_backward(self, batch: Batch) -> list[Sent]:
         """Send the gradients of rows that the next batch uses, and keep the other gradients."""
-        # Without the next batch's masks all rows count as shared, so no gradient is deferred.
-        parts = batch.backward or [*self._whole(batch)]
+        # Without the next batch's masks no gradient is deferred: those of both parts of the look-up
+        # are sent.
+        parts = batch.backward or [_turned(partition) for partition in batch.forward]
         sent = []
         for number, (partition, merged) in enumerate(zip(parts, batch.merged, strict=True)):
             gradient = merged.grad
@@ -225,15 +226,17 @@ class PecModule:
             if gradient is None:
                 gradient = torch.zeros_like(merged)
             # Gradients take the way of the ids: to the rank that holds the row.
-            pair = [
+            first, second = (
                 Sent(batch, number, features, gradient.index_select(0, order), out, got)
                 for features, order, out, got in zip(
                     partition.features, partition.order, partition.sent, partition.got, strict=True
                 )
-            ]
-            sent.append(self._started(pair[0], 0))
-            if batch.backward is not None:
-                self.deferred.append(pair[1])
+            )
+            sent.append(self._started(first, 0))
+            if batch.backward is None:
+                sent.append(self._started(second, 0))
+            else:
+                self.deferred.append(second)
         batch.merged.clear()
         return sent
 
@@ -289,19 +292,6 @@ class PecModule:
         """Update the rows whose gradients were kept."""
         self.update(self.deferred)
         self.deferred = []
-
-    def _whole(self, batch: Batch) -> Iterator[Partition]:
-        """Yield partitions in which all rows count as shared."""
-        handlers = self.module._overlap_handlers
-        groups = zip(handlers, batch.context.sharding_contexts, batch.features, strict=True)
-        for handler, context, features in groups:
-            device = features.values().device
-            every = torch.ones(sum(context.input_splits), dtype=torch.bool, device=device)
-            orders = handler.compute_backward_permutes(every, context)
-            none = [0] * len(context.input_splits)
-            sent = (list(context.input_splits), none)
-            got = (list(context.output_splits), none)
-            yield Partition((features, features), sent, got, orders)
 
     def _dim(self, group: int) -> int:
         kinds = [*self.inner._sharding_type_to_sharding]
@@ -470,6 +460,15 @@ def _partition(part: Any, *order: Tensor) -> Partition:
     splits = part.splits
     features = (part.ol_features, part.nol_features)
     return Partition(features, splits.input_splits, splits.output_splits, order)
+
+
+def _turned(partition: Partition) -> Partition:
+    """Return the partition of a look-up for gradients, which go back the way of the embeddings."""
+    (merge,) = partition.order
+    # Embedding i of the batch is number merge[i] of both parts, so gradient n of both parts is
+    # number argsort(merge)[n] of the batch.
+    order = torch.argsort(merge).split([sum(rows) for rows in partition.sent])
+    return partition._replace(order=order)
 
 
 def _divides() -> bool:
