@@ -172,8 +172,8 @@ def test_the_search_ends_after_rounds_that_find_nothing_better() -> None:
 
 def test_the_best_layout_of_each_place_is_kept() -> None:
     """Orders of the same threads, streams and lookaheads do not fill the beam."""
-    space, (first, *_) = spaced()
-    near = space.evaluate(space.neighbours(first))
+    space, initial = spaced()
+    near = space.evaluate(layout for one in initial for layout in space.neighbours(one))
     best = prune(near)
     places = [layout.places for layout in best]
     assert {*places} == {layout.places for layout in near}
