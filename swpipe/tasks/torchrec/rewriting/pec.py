@@ -467,7 +467,7 @@ def _turned(partition: Partition) -> Partition:
     (merge,) = partition.order
     # Embedding i of the batch is number merge[i] of both parts, so gradient n of both parts is
     # number argsort(merge)[n] of the batch.
-    order = torch.argsort(merge).split([sum(rows) for rows in partition.sent])
+    order = torch.split(torch.argsort(merge), [sum(rows) for rows in partition.sent])
     return partition._replace(order=order)
 
 
