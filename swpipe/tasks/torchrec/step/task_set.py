@@ -301,7 +301,9 @@ class SparseDistTasks:
     def _use(self, ctx: IterContext) -> None:
         if self.options.forward != "own":
             self.rewrite.use(ctx.pipeline, ctx.iter_idx)
-        self.gradients.set_reduction(ctx.iter_idx, trains=self.trains())
+        # Asked here, since each call costs host time in every step.
+        if self.step.accumulate > 1:
+            self.gradients.set_reduction(ctx.iter_idx, trains=self.trains())
 
     def _run_model(self, ctx: IterContext) -> None:
         # Kept in the context: the mode may change while the batch is in flight.
@@ -317,7 +319,8 @@ class SparseDistTasks:
             # The inputs keep ids alive that only the forward needed, also if the forward failed.
             if self.options.forward != "own":
                 ctx.pipeline.inputs.clear()
-            rewrite.done()
+            if watches:
+                rewrite.done()
         if self.options.memory:
             # No later task uses the batch, and its memory is wanted.
             ctx.batch = None
