@@ -114,14 +114,12 @@ class Contender:
         make: A pipeline with ``progress``, from the model and its dense optimizer.
         ours: A plan of swpipe, not a pipeline of TorchRec.
         stale: Reads older rows, so that its numbers are not those of TorchRec's base pipeline.
-        uncut: A plan of swpipe with one backward, in which DDP itself all-reduces.
     """
 
     name: str
     make: Callable[[nn.Module, torch.optim.Optimizer], Any]
     ours: bool = False
     stale: bool = False
-    uncut: bool = False
 
 
 def _torchrec(cls: Any, **options: Any) -> Callable[[nn.Module, torch.optim.Optimizer], Any]:
@@ -149,11 +147,10 @@ CONTENDERS = (
         "pipeline_forward", _torchrec(ours.TrainPipelineBase, pipeline_forward=True), ours=True
     ),
     # Without the cut between the dense part and the tables, whose second backward costs the host.
-    Contender("sparse_dist, uncut", _torchrec(ours.TrainPipelineSparseDist), ours=True, uncut=True),
+    Contender("sparse_dist, uncut", _torchrec(ours.TrainPipelineSparseDist), ours=True),
     Contender(
         "split, uncut",
         _ours("jagged_split_sparse_dist", forward="ahead"),
         ours=True,
-        uncut=True,
     ),
 )

@@ -197,9 +197,11 @@ def _differ(runners: Sequence[Runner]) -> list[str]:
 def runner(contender: Contender, model: str, size: Size, link: EmulatedLink) -> Runner:
     """A contender at its start. Where the link is slow, so are its all-reduces."""
     trained = MODELS[model](size)
-    if link.latency_ms and (contender.uncut or not contender.ours):  # others reduce from Python
-        reduce_by_link(trained)
     pipeline = contender.make(trained, dense_optimizer(trained))
+    # A plan with a backward of its own for the tables all-reduces from Python, over the link.
+    cut = contender.ours and pipeline.tasks.options.forward == "split"
+    if link.latency_ms and not cut:
+        reduce_by_link(trained)
     return Runner(contender, pipeline, trained, endless(size))
 
 

@@ -29,9 +29,10 @@ in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from swpipe.core.costs import CostModel
@@ -52,25 +53,6 @@ from swpipe.plans.published.task_roles import GIVEN, IO, PRESETS, TaskRoles
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """The figures of one round of the search.
-
-    Attributes:
-        number: The number of the round, from 1; 0 for the start of the search.
-        tried: The number of layouts evaluated in this round.
-        kept: The number of layouts kept in step (3).
-        best_us: The shortest interval in this round, in microseconds.
-        so_far_us: The shortest interval up to and including this round, in microseconds.
-    """
-
-    number: int
-    tried: int
-    kept: int
-    best_us: float
-    so_far_us: float
-
-
-@dataclass(frozen=True, slots=True)
 class JointSearch:
     """The result of the joint search.
 
@@ -79,8 +61,6 @@ class JointSearch:
         ii_us: The simulated interval of the best plan, in microseconds.
         given_ii_us: The simulated interval of the given plan, in microseconds.
         threads: The name of the best plan's thread preset, or "as given".
-        rejected: The number of threads of each thread preset above the limit, by name.
-        history: The rounds, from round 0.
         why: A sentence about the chosen plan and the end of the search.
     """
 
@@ -88,8 +68,6 @@ class JointSearch:
     ii_us: float
     given_ii_us: float
     threads: str
-    rejected: Mapping[str, int]
-    history: tuple[Round, ...]
     why: str
 
 
@@ -132,40 +110,34 @@ def joint_search(
             raise ValueError(f"{what} is {value!r}: give an integer of {least} or more")
     limits = limits or Limits()
     space = SearchSpace(plan, costs, limits, streams=streams)
-    initial = space.evaluate(space.initial())
-    beam = sorted(initial, key=lambda one: one.score)[:beam_width]
+    beam = sorted(space.evaluate(space.initial()), key=attrgetter("score"))[:beam_width]
     best = beam[0]
     without = 0
-    history = [Round(0, len(initial), len(initial), best.ii_us, best.ii_us)]
     ended = "all rounds were used"
-    for number in range(1, rounds + 1):
+    for _ in range(rounds):
         # Layouts that an earlier round has evaluated are skipped, so that this may be empty.
-        evaluated = space.evaluate(near for one in beam for near in space.neighbours(one))
-        kept = prune(evaluated)
-        if not kept:
+        evaluated = space.evaluate(near for parent in beam for near in space.neighbours(parent))
+        if not evaluated:
             ended = "nothing was left to try"
             break
-        beam = sorted(kept, key=lambda one: one.score)[:beam_width]
+        beam = sorted(prune(evaluated), key=attrgetter("score"))[:beam_width]
         # The beam may get worse than the best so far, which leads out of local minima.
         without += 1
         if beam[0].score < best.score:
             best = beam[0]
             without = 0
-        history.append(Round(number, len(evaluated), len(kept), beam[0].ii_us, best.ii_us))
         if without == patience:
             ended = "patience ran out"
             break
     # The given plan may exceed the limits, so that it need not be among the layouts.
     given_us = interval_us(plan, costs, streams=streams)
-    need = space.threads_needed
-    rejected = {name: need[name] for name in PRESETS if need[name] > limits.threads}
     threads = best.layout.threads
     why = (
         f"{given_us:.0f} us become {best.ii_us:.0f} us; iterations in flight: {best.plan.depth}; "
-        f"threads: {len(best.plan.thread_groups)} ({threads}); candidates tried: "
-        f"{sum(one.tried for one in history)}, until {ended}"
+        f"threads: {len(best.plan.thread_groups)} ({threads}); candidates tried: {space.tried}, "
+        f"until {ended}"
     )
-    return JointSearch(best.plan, best.ii_us, given_us, threads, rejected, tuple(history), why)
+    return JointSearch(best.plan, best.ii_us, given_us, threads, why)
 
 
 class Layout(NamedTuple):
@@ -210,9 +182,9 @@ class Evaluated(NamedTuple):
 def prune(evaluated: Iterable[Evaluated]) -> list[Evaluated]:
     """Return the best of all evaluated layouts with the same threads, streams and lookaheads."""
     best: dict[object, Evaluated] = {}
-    for one in evaluated:
-        if one.places not in best or one.score < best[one.places].score:
-            best[one.places] = one
+    for layout in evaluated:
+        if layout.score < best.setdefault(layout.places, layout).score:
+            best[layout.places] = layout
     return list(best.values())
 
 
@@ -220,6 +192,11 @@ class SearchSpace:
     """The layouts of one plan, and the record of the layouts that have been evaluated.
 
     See ``joint_search`` for the arguments and errors.
+
+    Attributes:
+        rules: The constraints on lookaheads.
+        policies: The policies by name.
+        tried: The number of layouts that have been evaluated.
     """
 
     def __init__(
@@ -233,14 +210,11 @@ class SearchSpace:
         self._on_device = streams
         self._roles = TaskRoles.of(resolved, limits.frozen)
         self.policies = policies(resolved, costs, self._roles)
+        self.tried = 0
         self._seen: set[object] = set()
         # The plan without changes; all layouts are derived from it.
         streams_now = tuple(stream_of(plan, name) for name in plan.schedule)
         self._first = Layout(GIVEN, streams_now, resolved.period_order)
-        self.threads_needed = {
-            name: len(self._shaped(self._first._replace(threads=name)).thread_groups)
-            for name in (GIVEN, *PRESETS)
-        }
 
     def initial(self) -> Iterator[Layout]:
         """Yield the given and the default threads, each in the given and in the engine's order.
@@ -249,7 +223,10 @@ class SearchSpace:
             PlanError: Both the given and the default threads exceed the limit.
         """
         # ``evaluate`` drops the one above the limit if only one is.
-        need = {name: self.threads_needed[name] for name in (GIVEN, "default")}
+        need = {
+            name: len(self._shaped(self._first._replace(threads=name)).thread_groups)
+            for name in (GIVEN, "default")
+        }
         if min(need.values()) > self._limits.threads:
             both = ", ".join(f"{name}: {count}" for name, count in need.items())
             text = (
@@ -262,18 +239,18 @@ class SearchSpace:
             yield self._first._replace(threads=name)
             yield self._first._replace(threads=name, priority=ties)
 
-    def neighbours(self, one: Evaluated) -> Iterator[Layout]:
+    def neighbours(self, parent: Evaluated) -> Iterator[Layout]:
         """Yield the layouts that differ in the threads, in one bundle's stream, or in the order."""
         for preset in PRESETS:
-            yield one.layout._replace(threads=preset)
+            yield parent.layout._replace(threads=preset)
         if self._on_device:
-            yield from self._on_other_streams(one.layout)
-        order = one.layout.priority
+            yield from self._on_other_streams(parent.layout)
+        order = parent.layout.priority
         # Sorting is stable: where a policy ranks tasks equally, the present order decides.
         for rank in self.policies.values():
-            yield one.layout._replace(priority=tuple(sorted(order, key=rank)))
-        for swapped in swaps(one.plan, order, self.rules.queues):
-            yield one.layout._replace(priority=swapped)
+            yield parent.layout._replace(priority=tuple(sorted(order, key=rank)))
+        for swapped in swaps(parent.plan, order, self.rules.queues):
+            yield parent.layout._replace(priority=swapped)
 
     def evaluate(self, layouts: Iterable[Layout]) -> list[Evaluated]:
         """Return the evaluations of all layouts that are new and within the limits."""
@@ -286,13 +263,14 @@ class SearchSpace:
             if key in self._seen or len(shaped.thread_groups) > self._limits.threads:
                 continue
             self._seen.add(key)
-            found = best_assignment(
+            assigned = best_assignment(
                 shaped, self._costs, self.rules, layout.priority, streams=self._on_device
             )
-            if found is not None:
+            if assigned is not None:
+                self.tried += 1
                 # The priority is only a wish; the plan's order also keeps all edges.
-                chosen = layout._replace(priority=tuple(found.plan.order))
-                evaluated.append(Evaluated(chosen, found.plan, found.ii_us))
+                chosen = layout._replace(priority=tuple(assigned.plan.order))
+                evaluated.append(Evaluated(chosen, assigned.plan, assigned.ii_us))
         return evaluated
 
     def _on_other_streams(self, layout: Layout) -> Iterator[Layout]:

@@ -61,23 +61,20 @@ class Lookaheads:
         plan: The given plan with new stages, depth and order.
         ii_us: The simulated interval of this plan, in microseconds.
         lookahead: The number of periods that each task runs ahead of the last stage, by name.
-        tried: The number of assignments that were simulated.
         why: A sentence about the chosen assignment.
     """
 
     plan: PipelinePlan
     ii_us: float
     lookahead: Mapping[str, int]
-    tried: int
     why: str
 
 
 class Scored(NamedTuple):
-    """A plan, its simulated interval in microseconds, and the number of simulated plans."""
+    """A plan and its simulated interval, in microseconds."""
 
     plan: PipelinePlan
     ii_us: float
-    tried: int
 
 
 def assign_lookaheads(
@@ -99,20 +96,18 @@ def assign_lookaheads(
     if problems := list(_threads_above(plan, limits)):
         raise PlanError(problems)
     given = rules.plan
-    best = Scored(given, interval_us(given, costs, streams=streams), 1)
+    best = Scored(given, interval_us(given, costs, streams=streams))
     given_us = best.ii_us
-    tried = 1
     # Two orders to stay close to: the given one, and the engine's for a plan without an order.
     for order in dict.fromkeys([rules.order, resolve_plan(replace(plan, order=())).period_order]):
-        found = best_assignment(given, costs, rules, order, streams=streams)
-        if found is not None:
-            tried += found.tried
-            best = found if found.ii_us < best.ii_us * (1 - _SAME) else best
+        better = best_assignment(given, costs, rules, order, streams=streams)
+        if better is not None and better.ii_us < best.ii_us * (1 - _SAME):
+            best = better
     assigned = lookaheads(best.plan)
     start = lookaheads(plan)
     raised = [f"{n} {start[n]} to {k}" for n, k in assigned.items() if k > start[n]]
     why = f"{given_us:.0f} us become {best.ii_us:.0f} us; raised: {', '.join(raised) or 'none'}"
-    return Lookaheads(best.plan, best.ii_us, assigned, tried, why)
+    return Lookaheads(best.plan, best.ii_us, assigned, why)
 
 
 def lookaheads(plan: PipelinePlan) -> dict[str, int]:
@@ -132,19 +127,17 @@ def best_assignment(
     # loop ends early if the lower bound is reached.
     least_us = lower_bounds(plan, costs, streams=streams).ii_us
     best: Scored | None = None
-    tried = 0
     for levels in rules.assignments():
         try:
             raised = _with(plan, levels, priority, rules.queues)
         except CycleError:
             continue
         ii_us = interval_us(raised, costs, streams=streams)
-        tried += 1
         if best is None or ii_us < best.ii_us * (1 - _SAME):
-            best = Scored(raised, ii_us, tried)
+            best = Scored(raised, ii_us)
         if best.ii_us <= least_us * (1 + _SAME):
             break
-    return best and best._replace(tried=tried)
+    return best
 
 
 def _with(
@@ -225,18 +218,20 @@ class Rules:
         """Return the distinct assignments to simulate, fewest iterations in flight first."""
         paths = self._paths()
         longest = max((path.time_us for path in paths.values()), default=0.0) or 1.0
-        found = [self._raised({})]
+        assignments = [self._raised({})]
         for periods in range(1, self._limits.in_flight):
             # A little less, so that a quotient that rounds up to just above an integer gives that
             # integer.
             share = periods * (1 - _SAME) / longest
-            found.append(
+            assignments.append(
                 self._raised(
                     {n: p.base + max(1, math.ceil(p.time_us * share)) for n, p in paths.items()}
                 )
             )
         # A task at lookahead 0 is the last stage. Without one, every task could run later.
-        unique = {tuple(levels.values()): levels for levels in found if not min(levels.values())}
+        unique = {
+            tuple(levels.values()): levels for levels in assignments if not min(levels.values())
+        }
         return sorted(
             unique.values(), key=lambda levels: (max(levels.values()), sum(levels.values()))
         )

@@ -14,9 +14,7 @@ both directions.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-from swpipe.core.plan import PipelinePlan, StreamSpec, TaskSchedule
+from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec.sparse_dist import (
     COPY,
     DENSE,
@@ -25,12 +23,12 @@ from swpipe.plans.torchrec.sparse_dist import (
     EMBED_BACK,
     LAST,
     LOSS,
-    ORDERED,
     PREFETCH,
     START,
     STEP,
     STREAMS,
     WAIT,
+    step_plan,
 )
 
 __all__ = ["TASKS", "pec"]
@@ -47,26 +45,15 @@ def pec() -> PipelinePlan:
     """Return a plan of four stages: copy, exchange of ids, early look-up, compute."""
     stages = dict.fromkeys(TASKS, 3) | dict.fromkeys((PREFETCH, OVERLAP, EARLY), 2)
     stages |= {COPY: 0, START: 0, WAIT: 1}
-    streams = {**STREAMS, PREFETCH: "prefetch"}
-    ordered = ORDERED | {OVERLAP, EARLY, LATE}
     dense = (DENSE, LATE, EARLY, LOSS, DENSE_BACK, START)
-    return PipelinePlan(
-        schedule={
-            name: TaskSchedule(
-                stage=stages[name], stream=streams.get(name), globally_ordered=name in ordered
-            )
-            for name in TASKS
-        },
-        deps=[(after, before) for before, after in pairwise(TASKS)],
+    return step_plan(
+        stages,
+        (EMBED, PREFETCH, OVERLAP, WAIT, COPY, *dense, *LAST[2:]),
+        streams={**STREAMS, PREFETCH: "prefetch"},
         # EARLY of i + 1 comes after LATE of i, which updates rows of batch i - 1 that EARLY may
         # read. OVERLAP of i + 1 comes after EARLY of i, which completes the masks of batch i.
-        cross_iter_deps=[
-            *[(EMBED, EMBED_BACK), (EMBED, STEP), (DENSE, STEP), (PREFETCH, EMBED), (EARLY, LATE)],
-            (OVERLAP, EARLY),
-        ],
-        same_period_deps=[(DENSE_BACK, EARLY), (DENSE_BACK, PREFETCH)],
-        order=(EMBED, PREFETCH, OVERLAP, WAIT, COPY, *dense, *LAST[2:]),
-        streams=dict.fromkeys(streams.values(), StreamSpec(priority=-1)),
+        carried=((EMBED, EMBED_BACK), (EMBED, STEP), (EARLY, LATE), (OVERLAP, EARLY)),
+        same_period=((DENSE_BACK, EARLY), (DENSE_BACK, PREFETCH)),
         # By design: the early look-up reads tables before the last update (of rows that it does not
         # use), and the backward knows the overlap of one batch more than in a serial run.
         stale={"tables": 1},

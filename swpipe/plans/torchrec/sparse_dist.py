@@ -16,8 +16,8 @@ One period from left to right, with the iteration of each task; iteration i is r
     prefetch     start copy embed dense wait prefetch loss dense' embed' finalize step
                  i+2   i+3  i     i     i+2  i+1      i    i      i      i        i
 
-    split        embed wait copy dense prefetch loss dense' start embed' finalize step
-                 i     i+1  i+2  i     i+1      i    i      i+2   i      i        i
+    split        embed wait copy dense loss dense' start prefetch embed' finalize step
+                 i     i+1  i+2  i     i    i      i+2   i+1      i      i        i
 
     semi_sync    copy dense loss dense' prefetch embed wait start embed' finalize step
                  i+3  i     i    i      i+1      i+1   i+2  i+3   i      i        i
@@ -66,7 +66,6 @@ LAST = (LOSS, DENSE_BACK, EMBED_BACK, FINALIZE, STEP)
 TASKS = (COPY, START, WAIT, PREFETCH, EMBED, DENSE, *LAST)
 """The eleven tasks, in serial order."""
 
-# EmbPrefetch waits for exchanges and launches none.
 ORDERED = frozenset(TASKS) - {PREFETCH}
 """The tasks that may launch collectives."""
 
@@ -78,7 +77,7 @@ STREAMS = {COPY: "memcpy", START: "data_dist", WAIT: "data_dist"}
 
 def serial() -> PipelinePlan:
     """Return the plan that runs all tasks serially on the caller's thread and stream."""
-    return _plan(dict.fromkeys(TASKS, 0), TASKS, streams={})
+    return step_plan(dict.fromkeys(TASKS, 0), TASKS, streams={})
 
 
 def copy_ahead(*, lean: bool = False) -> PipelinePlan:
@@ -90,7 +89,7 @@ def copy_ahead(*, lean: bool = False) -> PipelinePlan:
     stages = dict.fromkeys(TASKS, 1) | {COPY: 0}
     middle = (LOSS, DENSE_BACK, EMBED_BACK, COPY) if lean else (COPY, LOSS, DENSE_BACK, EMBED_BACK)
     order = (*TASKS[1:4], EMBED, DENSE, *middle, FINALIZE, STEP)
-    return _plan(stages, order, streams={COPY: STREAMS[COPY]})
+    return step_plan(stages, order, streams={COPY: STREAMS[COPY]})
 
 
 def sparse_dist(*, lean: bool = False) -> PipelinePlan:
@@ -104,7 +103,7 @@ def sparse_dist(*, lean: bool = False) -> PipelinePlan:
     # allocate theirs.
     order = (PREFETCH, START, COPY) if lean else (START, COPY, PREFETCH)
     same_period = ((START, PREFETCH), (COPY, PREFETCH)) if lean else ()
-    return _plan(
+    return step_plan(
         stages, (*order, EMBED, DENSE, WAIT, *LAST), same_period=same_period, streams=STREAMS
     )
 
@@ -125,7 +124,7 @@ def prefetch(*, lean: bool = False) -> PipelinePlan:
         stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 1}
         order = (COPY, WAIT, EMBED, DENSE, PREFETCH, *LAST, START)
     # Within a period, the prefetch stands between the forward and the backward of the batch before.
-    return _plan(
+    return step_plan(
         stages,
         order,
         same_period=((PREFETCH, DENSE), (DENSE_BACK, PREFETCH)),
@@ -133,40 +132,47 @@ def prefetch(*, lean: bool = False) -> PipelinePlan:
     )
 
 
-def split(*, after_step: bool = True, lean: bool = False) -> PipelinePlan:
+def split(
+    *, after_step: bool = True, one_backward: bool = False, lean: bool = False
+) -> PipelinePlan:
     """Return a plan of three stages that looks up directly after the batch before updates tables.
 
     Each batch needs two exchanges in sequence: of embeddings and of their gradients. Work that does
     not depend on an exchange overlaps it. Gradients are exchanged during the end of the dense
-    backward and the start of a later batch's input exchange. Embeddings are exchanged during the
-    wait for that exchange, the copy of a later batch and the start of the dense forward. It needs
-    the split forward.
+    backward, the start of a later batch's input exchange and the prefetch of the next batch.
+    Embeddings are exchanged during the wait for that exchange, the copy of a later batch and the
+    start of the dense forward. It needs the split forward.
 
     Args:
         after_step: Whether the look-up comes after ``OptimStep`` of the batch before, which updates
             tables (data-parallel ones, for example) or the learning rate of fused ones. It then
             comes in the period of its batch, so that it also sees what the loop has changed.
             Otherwise it comes before ``OptimStep``, which overlaps the exchange of embeddings too.
+        one_backward: Whether ``DenseBackward`` updates tables. The prefetch, which may fill their
+            caches on another stream, then waits for it.
         lean: Whether the look-up comes in the period of its batch, before later batches get memory.
             The exchange of gradients then overlaps nothing.
     """
     if lean:
         stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 1, WAIT: 1}
         early = (PREFETCH, EMBED, START, COPY, DENSE, WAIT, *LAST)
-        return _plan(stages, early, same_period=((START, EMBED), (COPY, EMBED)), streams=STREAMS)
+        return step_plan(
+            stages, early, same_period=((START, EMBED), (COPY, EMBED)), streams=STREAMS
+        )
     stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 1}
-    order = (EMBED, WAIT, COPY, DENSE, PREFETCH, LOSS, DENSE_BACK, START, EMBED_BACK)
+    # The prefetch is between two exchanges on no path: after DENSE_BACK it delays neither of them.
+    order = (EMBED, WAIT, COPY, DENSE, LOSS, DENSE_BACK, START, PREFETCH, EMBED_BACK)
     if not after_step:
         # The look-up of the next batch moves from the beginning of a period to the end of the one
         # before, between EmbBackward and OptimStep.
         stages |= {WAIT: 0, EMBED: 1}
         order = (*order[2:], EMBED, WAIT)
-    return _plan(
+    return step_plan(
         stages,
         (*order, FINALIZE, STEP),
         # EMBED depends on STEP only if STEP changes what a look-up reads.
         carried=[(EMBED, EMBED_BACK), *([(EMBED, STEP)] if after_step else [])],
-        same_period=((PREFETCH, DENSE), (DENSE_BACK, PREFETCH)),
+        same_period=((PREFETCH, DENSE_BACK if one_backward else DENSE), (EMBED_BACK, PREFETCH)),
         streams={**STREAMS, PREFETCH: "prefetch"},
     )
 
@@ -193,7 +199,9 @@ def semi_sync(*, one_backward: bool = False, lean: bool = False) -> PipelinePlan
         stages[START] = 1
         order = (START, DENSE, LOSS, *middle, WAIT, EMBED_BACK, COPY, FINALIZE, STEP)
     # No dependence of the look-up on earlier updates: the stale reads are allowed by name instead.
-    return _plan(stages, order, carried=(), streams=STREAMS, stale={"tables": 1, "optimizer": 1})
+    return step_plan(
+        stages, order, carried=(), streams=STREAMS, stale={"tables": 1, "optimizer": 1}
+    )
 
 
 def with_postproc(plan: PipelinePlan) -> PipelinePlan:
@@ -212,7 +220,7 @@ def with_postproc(plan: PipelinePlan) -> PipelinePlan:
     return replace(plan, schedule=schedule, deps=deps, order=order)
 
 
-def _plan(
+def step_plan(
     stages: Mapping[str, int],
     order: Sequence[str],
     *,
@@ -220,16 +228,26 @@ def _plan(
     carried: Sequence[tuple[str, str]] = ((EMBED, EMBED_BACK), (EMBED, STEP)),
     same_period: Sequence[tuple[str, str]] = (),
     stale: Mapping[str, int] | None = None,
+    newer: Mapping[str, int] | None = None,
 ) -> PipelinePlan:
-    """Return a plan in which the tasks of each iteration keep their serial order."""
+    """Return a plan in which the tasks of each iteration keep their serial order.
+
+    Args:
+        stages: Task to its stage, in serial order.
+        order: The order of a period.
+        streams: Task to its stream, of those that have one.
+        carried: The dependences of tables and their masks between iterations.
+        same_period: The plan's ``same_period_deps``.
+        stale: As for ``PipelinePlan``.
+        newer: As for ``PipelinePlan``.
+    """
     return PipelinePlan(
         schedule={
-            name: TaskSchedule(
-                stage=stages[name], stream=streams.get(name), globally_ordered=name in ORDERED
-            )
-            for name in TASKS
+            # EmbPrefetch waits for exchanges and launches none.
+            name: TaskSchedule(stage, streams.get(name), globally_ordered=name != PREFETCH)
+            for name, stage in stages.items()
         },
-        deps=[(after, before) for before, after in pairwise(TASKS)],
+        deps=[(after, before) for before, after in pairwise(stages)],
         # The dependences between iterations, through states that they share: parameters, gradients
         # and caches. For example, DENSE reads the parameters that STEP of the batch before wrote.
         cross_iter_deps=[*carried, (DENSE, STEP), (PREFETCH, EMBED)],
@@ -239,6 +257,7 @@ def _plan(
         # kernels.
         streams=dict.fromkeys(streams.values(), StreamSpec(priority=-1)),
         stale=stale,
+        newer=newer,
     )
 
 

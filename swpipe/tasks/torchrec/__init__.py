@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from swpipe.tasks.torchrec.pipelines.semi_sync import TrainPipelineSemiSync
     from swpipe.tasks.torchrec.pipelines.staged import SparseDataDistUtil, StagedTrainPipeline
     from swpipe.tasks.torchrec.pipelines.stashed import (
+        TrainPipelinePrefetchEMS,
         TrainPipelineSparseDistEmbStash,
         TrainPipelineSparseDistOptStash,
     )
@@ -71,6 +72,7 @@ __all__ = [
     "TrainPipelineBase",
     "TrainPipelineFusedSparseDist",
     "TrainPipelinePEC",
+    "TrainPipelinePrefetchEMS",
     "TrainPipelineSemiSync",
     "TrainPipelineSparseDist",
     "TrainPipelineSparseDistEmbStash",
@@ -99,6 +101,7 @@ _WHERE = {
     "StagedTrainPipeline": ".pipelines.staged",
     "TaskOptions": ".step.task_options",
     "TrainPipelinePEC": ".pipelines.pec_pipeline",
+    "TrainPipelinePrefetchEMS": ".pipelines.stashed",
     "TrainPipelineSemiSync": ".pipelines.semi_sync",
     "TrainPipelineSparseDistEmbStash": ".pipelines.stashed",
     "TrainPipelineSparseDistOptStash": ".pipelines.stashed",

@@ -162,7 +162,7 @@ PEC_PARTS: tuple[Part, ...] = (
         f"{_DISTRIBUTED}.pec_embedding",
         ShardedPECEmbeddingCollection={
             "calls": {"overlap_dist": "ctx, dist_input, prev_ctx, prev_dist_input"},
-            "has": "_embedding_collection _env _overlap_handlers",
+            "has": "_embedding_collection _env",
         },
     ),
     *_parts(
@@ -183,33 +183,33 @@ def problems(parts: tuple[Part, ...] = PARTS) -> list[str]:
 
 
 def _of_part(part: Part) -> Iterator[str]:
-    found = find(part)
-    if found is None:
+    whole = find(part)
+    if whole is None:
         yield f"{part} is gone{_moved(part.name)}"
         return
     if part.takes is not None:
-        yield from _of_call(str(part), found, part.takes)
+        yield from _of_call(str(part), whole, part.takes)
     # Methods: their leading parameters must be these, since they are called by position or name.
     # What we replace is called by TorchRec, so there all parameters must be the same.
     for name, takes in {**part.calls, **part.replaces}.items():
-        if not _has(found, name):
+        if not _has(whole, name):
             yield f"{part}.{name} is gone"
             continue
         # Static lookup, since a bound method would hide whether the first parameter is self.
-        member = inspect.getattr_static(found, name)
-        bound = getattr(found, name) if isinstance(member, classmethod) else member
+        member = inspect.getattr_static(whole, name)
+        bound = getattr(whole, name) if isinstance(member, classmethod) else member
         bare = not isinstance(member, classmethod | staticmethod)
         exactly = name in part.replaces
         yield from _of_call(f"{part}.{name}", bound, takes, skip=bare, exactly=exactly)
     for name in part.has.split():
-        if not _has(found, name):
+        if not _has(whole, name):
             yield f"{part} has no {name!r}"
 
 
 def _of_call(
     name: str, called: Any, takes: str, *, skip: bool = False, exactly: bool = False
 ) -> Iterator[str]:
-    given = [one.strip() for one in takes.split(",") if one.strip()]
+    given = takes.split(", ") if takes else []
     parameters = list(inspect.signature(called).parameters.values())[skip:]
     # A parameter of *args or **kwargs accepts anything, so it does not count.
     plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -228,12 +228,7 @@ def find(part: Part) -> Any:
         module = importlib.import_module(part.module)
     except ModuleNotFoundError:
         return None
-    if hasattr(module, part.name):
-        return getattr(module, part.name)
-    try:
-        return importlib.import_module(str(part))  # the part is a submodule
-    except ModuleNotFoundError:
-        return None
+    return getattr(module, part.name, None)
 
 
 # Most parts that are gone have moved to another module, which the message then names.

@@ -54,7 +54,10 @@ IN_A_PERIOD: list[tuple[Make, tuple[str, ...]]] = [
     # The next prefetch: earlier, cache lines of two batches would be locked at once; later, it
     # would not overlap.
     (prefetch, (DENSE, PREFETCH, DENSE_BACK)),
-    (split, (DENSE, PREFETCH, DENSE_BACK)),
+    # Under the split it fills the exchange of gradients, and leaves the way from one exchange to
+    # the other free; a table that is updated in the dense backward is prefetched after it.
+    (split, (DENSE, DENSE_BACK, PREFETCH, EMBED_BACK)),
+    (EARLY_SPLIT, (DENSE_BACK, PREFETCH, EMBED_BACK, EMBED)),
     # Sizes are sent during the exchange of gradients and received during that of embeddings.
     (split, (DENSE, DENSE_BACK, START, EMBED_BACK)),
     (split, (EMBED, WAIT, DENSE)),
@@ -103,6 +106,13 @@ def test_exchanges_overlap_with_other_work() -> None:
     for make, later, ahead in AHEAD:
         schedule = make().schedule
         assert {schedule[b].stage - schedule[a].stage for a, b in later.items()} == {ahead}
+
+
+@pytest.mark.parametrize(("one_backward", "last"), [(False, DENSE), (True, DENSE_BACK)])
+def test_a_prefetch_waits_for_what_updates_tables(one_backward: bool, last: str) -> None:
+    """On whatever stream it fills their caches; their own backward waits for it."""
+    plan = split(one_backward=one_backward)
+    assert {*plan.same_period_deps} == {(PREFETCH, last), (EMBED_BACK, PREFETCH)}
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -122,6 +123,19 @@ def test_one_backward_for_both_says_that_it_updates_the_tables(one_rank: Ranks) 
     """Without the cut it is that of the dense part."""
     assert "tables" in one_rank.run(_states_of_backward, "ahead")[0]
     assert "tables" not in one_rank.run(_states_of_backward, "split")[0]
+
+
+def _prefetched_after(forward: Kind) -> list[str]:
+    """The tasks of the batch before that a prefetch waits for in the plan ``split``."""
+    with create(EXACT[3], forward=forward) as pipeline:
+        pairs = pipeline.pipe.plan.same_period_deps
+        return [before for after, before in pairs if after == plans.PREFETCH]
+
+
+def test_a_prefetch_comes_after_the_backward_that_updates_tables(one_rank: Ranks) -> None:
+    """It may fill their caches on another stream."""
+    assert one_rank.run(_prefetched_after, "split") == [[plans.DENSE]]
+    assert one_rank.run(_prefetched_after, "ahead") == [[plans.DENSE_BACK]]
 
 
 # --------------------------------------------------------------------------------------- words
@@ -293,12 +307,34 @@ def test_an_error_keeps_its_place_among_batches_that_are_kept_back(
     keep_back: int, right: list[Any]
 ) -> None:
     """Batches that ``execute_all_batches=False`` reads ahead come before it."""
-    batches, found = Pass(Corrupt(), keep_back=keep_back), list[Any]()
+    assert list(islice(handed_out(Pass(Corrupt(), keep_back=keep_back)), 9)) == right
+
+
+def handed_out(batches: Iterator[int]) -> Iterator[Any]:
+    """The batches, and the texts of the errors."""
     while True:
         try:
-            found.append(next(batches))
+            yield next(batches)
         except ValueError as error:
-            found.append(str(error))
+            yield str(error)
         except StopIteration:
-            break
-    assert found == right
+            return
+
+
+class Broken(Iterator[int]):
+    """Number 0, and then the same error for ever."""
+
+    def __init__(self) -> None:
+        self.begun = False
+
+    def __next__(self) -> int:
+        if self.begun:
+            raise ValueError("planted")
+        self.begun = True
+        return 0
+
+
+def test_an_iterator_that_goes_on_failing_is_read_once_for_each_call() -> None:
+    """The batch that was kept back comes first; nothing is read behind an error."""
+    found = list(islice(handed_out(Pass(Broken(), keep_back=2)), 3))
+    assert found == [0, "planted", "planted"]

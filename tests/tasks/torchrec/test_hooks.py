@@ -445,9 +445,10 @@ def test_look_ups_before_the_forward_have_the_same_numbers(two_ranks: Ranks, nam
         assert two_ranks.run(_split_forward, name, modules) == [[], []]
 
 
-def _order(pipeline_forward: bool) -> list[str]:
+def _order(pipeline_forward: bool, modules: int = 2) -> list[str]:
     """The look-ups and dense parts of the third batch, in order."""
-    pipeline = made(ours.TrainPipelineBase, Job(modules=2), pipeline_forward=pipeline_forward)
+    job = Job(modules=modules)
+    pipeline = made(ours.TrainPipelineBase, job, pipeline_forward=pipeline_forward)
     found: list[str] = []
     inner = pipeline._model.module
     inner.bottom.register_forward_hook(lambda *_: found.append("dense"))
@@ -472,3 +473,8 @@ def test_all_modules_are_looked_up_before_the_forward(two_ranks: Ranks, one_rank
     assert two_ranks.run(_order, True) == [["look-up 0", "look-up 1", "dense"]] * 2
     assert two_ranks.run(_order, False) == [late] * 2
     assert one_rank.run(_order, True) == [late]
+
+
+def test_one_module_keeps_its_place_in_the_forward(two_ranks: Ranks) -> None:
+    """Its exchange has no other one to overlap, and a split would cost a second backward."""
+    assert two_ranks.run(_order, True, 1) == [["dense", "look-up 0"]] * 2

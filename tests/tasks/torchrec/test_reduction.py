@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -136,6 +138,18 @@ class _Late:
         self._reduce()
 
 
+@contextmanager
+def late_reductions() -> Iterator[None]:
+    """Within the block each reduction that is begun ends when it is waited for, and not before."""
+    reduce: Any = dist.all_reduce
+
+    def reduce_late(buffer: Tensor, *, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+        return _Late(buffer, group) if async_op else reduce(buffer, group=group)
+
+    with mock.patch.object(grad_reduction.dist, "all_reduce", reduce_late):
+        yield
+
+
 def _model() -> Any:
     """Sharded tables within parts that DDP reduces, with gradients in its buckets and apart."""
     model: Any = sharded(Job(), ddp=False)
@@ -148,11 +162,6 @@ def _model() -> Any:
 
 def _after_a_failure(pipeline_of: Any) -> list[str]:
     """What differs in a training of which the first batch failed before its tables' backward."""
-    reduce: Any = dist.all_reduce
-
-    def reduce_late(buffer: Tensor, *, group: dist.ProcessGroup, async_op: bool = False) -> Any:
-        return _Late(buffer, group) if async_op else reduce(buffer, group=group)
-
     outcomes = []
     for fails in (False, True):
         model = _model()
@@ -161,7 +170,7 @@ def _after_a_failure(pipeline_of: Any) -> list[str]:
         if fails:
             with (
                 mock.patch.object(task_set, "run_embedding_backward", side_effect=KeyError),
-                mock.patch.object(grad_reduction.dist, "all_reduce", reduce_late),
+                late_reductions(),
             ):
                 assert "KeyError" in refusal(partial(pipeline.progress, batches(3)))
         outcomes.append(Outcome(to_the_end(pipeline, batches(3, seed=1)), everything(model)))
@@ -182,7 +191,10 @@ def _replayed() -> bool:
         model = _model()
         optimizer = torch.optim.SGD([*model.module.bottom.parameters()], lr=0.0)
         optimizer.add_param_group({"params": [*model.module.top.parameters()]})
-        with create("jagged_split_sparse_dist", model, optimizer=optimizer) as pipeline:
+        with (
+            late_reductions(),
+            create("jagged_split_sparse_dist", model, optimizer=optimizer) as pipeline,
+        ):
             if task is not None:
                 pipeline.pipe.enable_shortcut(task)
             for _ in range(2):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -31,6 +31,7 @@ from tests.tasks.torchrec.trial import Outcome, by_torchrec
 
 STEPS = 6
 OPT, EMB = "TrainPipelineSparseDistOptStash", "TrainPipelineSparseDistEmbStash"
+EMS = "TrainPipelinePrefetchEMS"
 
 if torchrec_class(EMB) is None:
     pytest.skip("this TorchRec has no pipelines that stash", allow_module_level=True)
@@ -77,10 +78,12 @@ def to_be_stashed(job: Job) -> nn.Module:
     return model
 
 
-def trained(name: str, job: Job) -> tuple[list[str], list[int], list[int]]:
+def trained(
+    name: str, job: Job, made: Callable[[Job], nn.Module] = to_be_stashed
+) -> tuple[list[str], list[int], list[int]]:
     """Where a class differs from TorchRec's base; bytes in the dense part, and between calls."""
-    wanted = by_torchrec(job, batches(STEPS), to_be_stashed(job))
-    model = to_be_stashed(job)
+    wanted = by_torchrec(job, batches(STEPS), made(job))
+    model = made(job)
 
     def forward(batch: Batch) -> Any:
         seen.dense.append(seen.bytes())
@@ -105,6 +108,38 @@ def test_tables_are_away_during_the_dense_part_alone(two_ranks: Ranks) -> None:
             assert differences == []
             assert set(dense) == {0}
             assert min(body) > 0
+
+
+class Kernel(nn.Module):
+    """Stands in for a kernel of tables in host memory, whose cache fbgemm fills on a GPU alone."""
+
+    def __init__(self, cache: torch.Tensor) -> None:
+        super().__init__()
+        self._emb_module = nn.Module()
+        self._emb_module.lxu_cache_weights = cache
+
+
+def _cached() -> tuple[list[str], set[int], int, set[float]]:
+    """What a training with a cache gives, and the values of the cache after it."""
+    cache = torch.full((8, 4), 7.0)
+
+    def cached(job: Job) -> nn.Module:
+        model: Any = sharded(job)
+        model.module.tables[0].kernel = Kernel(cache)
+        return model
+
+    differences, dense, body = trained(EMS, Job(), cached)
+    return differences, {*dense}, min(body), {*cache.flatten().tolist()}
+
+
+@pytest.mark.skipif(torchrec_class(EMS) is None, reason="this TorchRec has no such class")
+def test_caches_are_away_during_the_dense_part_alone(two_ranks: Ranks) -> None:
+    """They come back with their values; tables that are not marked stay."""
+    for differences, dense, body, values in two_ranks.run(_cached):
+        assert differences == []
+        assert dense == {0}
+        assert body > 0
+        assert values == {7.0}
 
 
 def test_the_optimizers_state_is_away_until_its_step(two_ranks: Ranks) -> None:

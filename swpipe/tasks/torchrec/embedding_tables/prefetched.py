@@ -40,8 +40,8 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from swpipe.core.task import DeclaredIO
+from swpipe.tasks.torchrec.embedding_tables.table_state import table_parts
 from swpipe.tasks.torchrec.rewriting.inputs import RewriteError
-from swpipe.values import modules_in
 
 
 class PrefetchedBatches:
@@ -64,7 +64,7 @@ class PrefetchedBatches:
         tables = tuple(_find(modules))
         return cls(tables) if tables else None
 
-    def io(self, parts: Iterable[Any]) -> list[DeclaredIO]:
+    def io(self, parts: Iterable[str]) -> list[DeclaredIO]:
         """Return the declarations of the task with these methods of ``SparseDistTasks``.
 
         A declaration says what becomes of a batch whose task is replayed, and of dropped batches.
@@ -75,10 +75,9 @@ class PrefetchedBatches:
             "embedding_forward": (self._not_looked_up, None),
             "embedding_backward": (self._not_finished, None),
         }
-        found = (replay[part.__name__] for part in parts if part.__name__ in replay)
         return [
             DeclaredIO(lambda: bool(self._ahead or self._behind), replayed, reset=reset)
-            for replayed, reset in found
+            for replayed, reset in (replay[part] for part in parts if part in replay)
         ]
 
     @contextmanager
@@ -101,7 +100,7 @@ class PrefetchedBatches:
     @contextmanager
     def counting(self, ids: Any) -> Iterator[None]:
         """Provide a block in which prefetches of these ids get the counts of their keys."""
-        counted = [one for one in ids if one.weights_or_none() is not None]
+        counted = [features for features in ids if features.weights_or_none() is not None]
         with ExitStack() as stack:
             for table in self._tables if counted else ():
                 stack.enter_context(table.counting(counted))
@@ -175,9 +174,9 @@ class _Table:
         prefetch = self.module.prefetch
 
         def counted(indices: Tensor, offsets: Tensor, *args: Any, **kwargs: Any) -> None:
-            for one in ids:
-                values = one.values()
-                weights = one.weights()
+            for features in ids:
+                values = features.values()
+                weights = features.weights()
                 # The indices are a slice of the values of one jagged tensor, so the same slice of
                 # its weights has their counts.
                 first = indices.storage_offset() - values.storage_offset()
@@ -203,9 +202,9 @@ class _Table:
         """Provide a block in which the queue has one batch's states; new states are added."""
         self.check_empty()
         # States are compared by identity, since they hold tensors.
-        known = {id(one.state): one for one in states if one.table is self}
+        known = {id(entry.state): entry for entry in states if entry.table is self}
         own = self.module._prefetch_states
-        queue = _Queue(one.state for one in known.values())
+        queue = _Queue(entry.state for entry in known.values())
 
         def take(state: Any) -> _State:
             if id(state) not in known:
@@ -282,7 +281,7 @@ def _release(states: Iterable[_State]) -> None:
 
 def _find(modules: Mapping[str, nn.Module]) -> Iterator[_Table]:
     for name, sharded in modules.items():
-        for module in modules_in(sharded):
+        for module in table_parts([sharded]):
             if isinstance(getattr(module, "_prefetch_states", None), deque):
                 yield _Table(name, module)
             elif _of_dynamicemb(module) and callable(getattr(module, "prefetch", None)):

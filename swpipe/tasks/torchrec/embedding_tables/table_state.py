@@ -46,9 +46,9 @@ class TableState:
             RuntimeError: There is no function to capture the rows.
         """
         if self._given is None:
-            told = ", ".join(f"{n} ({type(self._modules[n]).__name__})" for n in self._hidden)
+            tables = ", ".join(f"{n} ({type(self._modules[n]).__name__})" for n in self._hidden)
             raise RuntimeError(
-                f"the rows of {told} lie in no parameter or buffer, so they would be trained and "
+                f"the rows of {tables} lie in no parameter or buffer, so they would be trained and "
                 "not restored: give TaskOptions(tables_state=(capture, restore)), functions "
                 "that return all rows of this rank and put them back"
             )
@@ -61,19 +61,24 @@ class TableState:
             self._given[1](state["rows"])
 
 
+def table_parts(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yield all modules within sharded modules, also those in TorchRec's plain lists."""
+    return (part for module in modules for part in modules_in(module))
+
+
 def _hides_rows(module: nn.Module) -> bool:
     """Return whether some table's rows are in no tensor that a module below has as an attribute."""
     # By address: split_embedding_weights returns views, which are other objects than the
     # attributes.
-    held = (tensor for m in modules_in(module) for tensor in tensors_in(dict(vars(m))))
+    held = (tensor for part in table_parts([module]) for tensor in tensors_in(dict(vars(part))))
     known = {address for tensor in held for address in _addresses(tensor)}
     return any(not known.issuperset(_addresses(weight)) for weight in _weights(module))
 
 
 def _weights(module: nn.Module) -> Iterator[Any]:
     """Yield the tensors that TorchRec regards as the rows of each table, if this rank has any."""
-    for inner in modules_in(module):
-        split: Any = getattr(inner, "split_embedding_weights", None)
+    for part in table_parts([module]):
+        split = getattr(part, "split_embedding_weights", None)
         if callable(split):
             yield from split()
 
@@ -115,5 +120,4 @@ def set_rates(modules: Iterable[nn.Module], rates: Sequence[float]) -> None:
 
 def _rated(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """Yield the parts of fbgemm that hold a learning rate."""
-    parts = (part for module in modules for part in modules_in(module))
-    return (part for part in parts if hasattr(part, "set_learning_rate"))
+    return (part for part in table_parts(modules) if hasattr(part, "set_learning_rate"))

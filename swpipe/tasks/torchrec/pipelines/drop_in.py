@@ -55,9 +55,8 @@ class Pass(Iterator[Any]):
     ``keep_back`` batches are read ahead and dropped at the end of the data, which implements
     ``execute_all_batches=False``. At most ``limit`` batches are handed out; the rest stay in the
     iterator. A pass that is ``stopped`` reads no further and hands out the batches that it has
-    read. An
-    error of the iterator is raised at its position among the batches. ``pull``, if given, is called
-    with the iterator for each batch, in place of ``next``.
+    read. An error of the iterator is raised at its position among the batches. ``pull``, if given,
+    is called with the iterator for each batch, in place of ``next``.
     """
 
     def __init__(
@@ -75,43 +74,33 @@ class Pass(Iterator[Any]):
         self._pull = pull
         self._next: Iterator[Any] | None = None
         self._kept: deque[Any] = deque()
-        # Each error of the iterator, with the number of kept batches that precede it.
-        self._errors: deque[tuple[int, Exception]] = deque()
+        # An error of the iterator that comes after the kept batches. Nothing is read behind it.
+        self._errors: list[Exception] = []
 
     def __next__(self) -> Any:
         if self._left == 0:
             raise StopIteration
-        while not (self.stopped or self.ended) and len(self._kept) <= self._keep_back:
-            # The next thing to hand out is an error; batches behind it are read when it has been
-            # raised.
-            if self._errors and self._errors[0][0] == 0:
-                break
+        over = self.stopped or self.ended or self._errors
+        while not over and len(self._kept) <= self._keep_back:
             try:
                 batch = next(self.source, None) if self._pull is None else self._pull(self.source)
             except StopIteration:  # raised by `pull`; next() returns None
                 batch = None
-            except Exception as error:
-                # Without a kept batch the error is next in order. Otherwise it is queued, so that
-                # the batches that were read before it are trained on first.
-                if not self._kept:
-                    raise
-                self._errors.append((len(self._kept), error))
-                continue
+            except Exception as error:  # noqa: BLE001 - raised after the batches before it
+                self._errors.append(error)
+                break
             if batch is None:
-                # The data has ended: the batches kept back are dropped, and queued errors move to
-                # the front.
+                # The data has ended, and the batches kept back are dropped.
                 self._kept.clear()
-                self._errors = deque((0, error) for _, error in self._errors)
                 self.ended = True
-            else:
-                self._kept.append(batch)
-        if self._errors and self._errors[0][0] == 0:
-            raise self._errors.popleft()[1]
+                break
+            self._kept.append(batch)
         if not self._kept:
+            if self._errors:
+                raise self._errors.pop()
             raise StopIteration
         if self._left is not None:
             self._left -= 1
-        self._errors = deque((before - 1, error) for before, error in self._errors)
         return self._kept.popleft()
 
     @property
@@ -184,9 +173,7 @@ class PassPipeline:
             RuntimeWarning: An iterator was replaced by another one before any of its batches was
                 used.
         """
-        if self._has_grad():
-            return self._step_of(dataloader_iter)
-        with torch.no_grad():
+        with nullcontext() if self._has_grad() else torch.no_grad():
             return self._step_of(dataloader_iter)
 
     def _step_of(self, source: Iterator[Any]) -> Any:
@@ -248,8 +235,8 @@ class PassPipeline:
         """Finish the batches in flight and return their outputs, oldest first.
 
         The iterator keeps its remaining batches. On several ranks, call it on all ranks after the
-        same
-        step. One batch more than the plan's depth may then have been pulled; it is finished too.
+        same step. One batch more than the plan's depth may then have been pulled; it is finished
+        too.
 
         Raises:
             RuntimeError: The batches in flight have another mode.
@@ -312,8 +299,7 @@ class SparseDistPipeline(PassPipeline):
     """A pipeline that trains a model under one plan, with the ``progress`` of TorchRec.
 
     Between two calls of ``progress`` the model may be detached, evaluated and saved if the plan
-    uses no
-    worker threads (the ready-made plans use none). With several ranks, the constructor is a
+    uses no worker threads (the ready-made plans use none). With several ranks, the constructor is a
     collective.
 
     Args:
@@ -354,7 +340,7 @@ class SparseDistPipeline(PassPipeline):
         self._pass = None
         # If the plan reads tables before the period that returns the batch, loading other tables in
         # between would mix old and new rows in one batch.
-        reads = (tasks.task_of(part) for part in (tasks.prefetch, tasks.embedding_forward))
+        reads = map(tasks.task_of, ("prefetch", "embedding_forward"))
         early = any(runs_early(plan, task) for task in reads)
         self._hooks = _refuse_loading(self.pipe, tasks) if early else []
         tasks.rewrite.refusal = refusal_to_others(self.pipe, tasks)
@@ -386,8 +372,7 @@ class SparseDistPipeline(PassPipeline):
         """Update the parameters with the gradients that an unfinished accumulation has left.
 
         At the end of the data, ``progress`` calls it before it raises StopIteration. ``drain`` does
-        not,
-        since training may continue. On several ranks, call it on all ranks.
+        not, since training may continue. On several ranks, call it on all ranks.
 
         Raises:
             RuntimeError: Batches are in flight.
@@ -422,8 +407,7 @@ class SparseDistPipeline(PassPipeline):
         """Restore and return the model, for evaluation, a checkpoint or other code.
 
         Batches in flight are kept for ``attach`` or the next ``progress``. If the plan has already
-        looked
-        up their rows, ``load_state_dict`` is refused: call ``drain`` first.
+        looked up their rows, ``load_state_dict`` is refused: call ``drain`` first.
         """
         self.tasks.rewrite.detach()
         return self.tasks.model
@@ -480,8 +464,8 @@ def build(
     if (optimizer is None) == (step is None):
         raise ValueError("give either optimizer= or step=TrainStep(...), which has its own")
     if step is None:
-        several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-        step = TrainStep([one for one in several if one is not None])
+        several: Any = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        step = TrainStep(several)
     own = {name: options.pop(name) for name in _OPTIONS & options.keys()}
     tasks = SparseDistTasks(model, step, TaskOptions(**options), device=device)
     return SparseDistPipeline(tasks, plan(tasks), **own)
@@ -495,12 +479,16 @@ def lean(make: Callable[..., PipelinePlan]) -> PlanFor:
     return lambda tasks: make(lean=bool(tasks.options.memory))
 
 
-def split(tasks: SparseDistTasks) -> PipelinePlan:
-    """Return the plan ``split`` for these tasks."""
+def split(tasks: SparseDistTasks, *, late: bool = False) -> PipelinePlan:
+    """Return the plan ``split`` for these tasks; if ``late``, look-ups come after the last step."""
     # The next look-up may precede this batch's step only if the step changes neither the tables'
     # rows nor the learning rate that their fused optimizer reads.
-    early = tasks.rewrite.looks_up_ahead and not (tasks.tables_in_step or tasks.fused)
-    return plans.split(after_step=not early, lean=bool(tasks.options.memory))
+    changes = tasks.tables_in_step or tasks.fused or not tasks.rewrite.looks_up_ahead
+    return plans.split(
+        after_step=bool(late or changes),
+        one_backward=tasks.options.forward != "split" or bool(tasks.rewrite.late),
+        lean=bool(tasks.options.memory),
+    )
 
 
 def semi_sync(tasks: SparseDistTasks) -> PipelinePlan:

@@ -19,9 +19,9 @@ from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.torchrec._torchrec import PLAIN_TABLES
+from swpipe.tasks.torchrec.embedding_tables.table_state import table_parts
 from swpipe.tasks.torchrec.shuffling.shuffle import IdentityShuffler, KarmarkarKarpShuffler
 from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
-from swpipe.values import modules_in
 
 SAVED = frozenset({"tables", "dense", "buffers", "optimizer", "gradients"})
 """The declared states that a checkpoint contains, or with which the next step begins."""
@@ -52,7 +52,7 @@ def check_saving(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> None:
     if not pipe.in_flight:
         pipe.state_dict()  # raises if a failure has dropped batches
     # Gradients that were accumulated lie in parameter.grad, which no state_dict saves.
-    if rest := tasks.accumulated(pipe.state_dict(check=False)["next_iteration"]):
+    if rest := tasks.gradients.rest(pipe.state_dict(check=False)["next_iteration"]):
         raise RuntimeError(
             f"gradients of {rest} of {tasks.step.accumulate} batches wait for their step, and no "
             "state_dict has them: save after a step, or call drain() and flush() before you save"
@@ -68,9 +68,9 @@ def refusal_to_others(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> Callable
     plan = pipe.plan
     # The model's rewrite keeps the function, and may outlive the pipeline.
     weak = weakref.ref(pipe)
-    looks_up = tasks.task_of(tasks.embedding_forward)
-    parts = (tasks.start_input_dist, tasks.wait_input_dist, tasks.prefetch)
-    used = {plan.schedule[name].thread_group for name in (*map(tasks.task_of, parts), looks_up)}
+    looks_up = tasks.task_of("embedding_forward")
+    parts = ("start_input_dist", "wait_input_dist", "prefetch", "embedding_forward")
+    used = {plan.schedule[task].thread_group for task in map(tasks.task_of, parts)}
     # If worker threads may run parts of the model between two calls (`within_calls` is false), no
     # other pipeline may use the model at all. Otherwise only updates of rows are a problem.
     threads = [] if plan.within_calls else sorted(used - {"default"})
@@ -103,14 +103,14 @@ def _by_plan(pipe: SWPipeline[Any]) -> Iterator[str]:
 def _by_parts(plan: PipelinePlan, tasks: SparseDistTasks) -> Iterator[str]:
     """Yield the parts that have run for batches in flight and may have changed some state."""
     shuffler = tasks.options.shuffler
-    if runs_early(plan, tasks.task_of(tasks.copy)) and type(shuffler) not in WITHOUT_STATE:
+    if runs_early(plan, tasks.task_of("copy")) and type(shuffler) not in WITHOUT_STATE:
         yield f"a {type(shuffler).__name__} has shuffled them, and may draw or count"
     # Without an early exchange of ids, no part of the model has run for a batch in flight.
-    if not runs_early(plan, tasks.task_of(tasks.start_input_dist)):
+    if not runs_early(plan, tasks.task_of("start_input_dist")):
         return
     if names := [postproc.name for postproc in tasks.rewrite.postprocs]:
         yield f"{listed(names)} have computed inputs for them, and may draw or count"
-    looks_up_early = runs_early(plan, tasks.task_of(tasks.embedding_forward))
+    looks_up_early = runs_early(plan, tasks.task_of("embedding_forward"))
     for forward in tasks.rewrite.forwards:
         module = forward._module
         # Other modules may, for example, insert unknown ids into a hash table.
@@ -118,12 +118,12 @@ def _by_parts(plan: PipelinePlan, tasks: SparseDistTasks) -> Iterator[str]:
             yield f"{forward.name} is a {type(module).__name__}, and ids may change it"
         elif looks_up_early and counts(module):
             yield f"the optimizer fused into {forward.name} counts look-ups"
-    if tasks.table_state is not None and runs_early(plan, tasks.task_of(tasks.prefetch)):
+    if tasks.table_state is not None and runs_early(plan, tasks.task_of("prefetch")):
         yield "a prefetch has changed tables whose rows lie in no parameter or buffer"
 
 
 def counts(module: Any) -> bool:
     """Return whether some fbgemm tables in a module have counted look-ups, as Adam's tables do."""
     # fbgemm keeps the count in the tensor `iter`; it stays 0 for optimizers that do not need it.
-    counts = (getattr(part, "iter", None) for part in modules_in(module))
+    counts = (getattr(part, "iter", None) for part in table_parts([module]))
     return any(isinstance(count, Tensor) and bool(count.any()) for count in counts)

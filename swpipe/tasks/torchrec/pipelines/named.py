@@ -50,7 +50,6 @@ class Form:
         left: How many batches ``execute_all_batches=False`` leaves at the end of the data.
         zero_grad: The task in which TorchRec's class calls the optimizer's ``zero_grad``.
         without_grad: When batches run without gradients: "always", in "eval" mode, or "never".
-        copies_later: Whether the class has the argument ``enqueue_batch_after_forward``.
         copies_apart: Whether batches are copied on a thread of their own.
     """
 
@@ -60,7 +59,6 @@ class Form:
     left: int = 2
     zero_grad: str | None = plans.EMBED
     without_grad: Literal["always", "eval", "never"] = "never"
-    copies_later: bool = False
     copies_apart: bool = False
 
 
@@ -68,25 +66,19 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     """Base class of the pipelines with the methods and arguments of TorchRec's pipelines.
 
     A subclass here has the name of the TorchRec class that it replaces, and takes the arguments of
-    that
-    class. A user's subclass may override ``progress`` and the steps listed in ``hooks``; overriding
-    another method of TorchRec's class is refused. There are two more keyword arguments.
-    ``run_ahead``
-    is as for ``PipelinePlan``. ``pipeline_forward`` looks up all sharded modules before the model
-    runs,
-    so that their exchanges overlap each other and the dense part; it has no effect on one rank,
-    where
-    nothing is exchanged.
+    that class. A user's subclass may override ``progress`` and the steps listed in ``hooks``;
+    overriding another method of TorchRec's class is refused. There are two more keyword arguments.
+    ``run_ahead`` is as for ``PipelinePlan``. ``pipeline_forward`` looks up all sharded modules
+    before the model runs, so that their exchanges overlap each other and the dense part. It has no
+    effect on one rank, where nothing is exchanged, or with one sharded module.
 
     Replicas of a ``DMPCollection`` are averaged by every pipeline here. TorchRec's classes without
-    an
-    argument for it never average them. ``pipeline_postproc`` does not run modules ahead that hold
-    parameters.
+    an argument for it never average them. ``pipeline_postproc`` does not run modules ahead that
+    hold parameters.
 
     The attributes that scripts read from TorchRec's pipelines exist: ``_model``, ``_optimizer``,
     ``_model_fwd``, ``_pipelined_modules``, ``_pipelined_postprocs``, and each argument with a
-    leading
-    underscore, such as ``_device``.
+    leading underscore, such as ``_device``.
     """
 
     __signature__: ClassVar[inspect.Signature | None]
@@ -159,8 +151,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         """Return the next batch, or None at the end of the data.
 
         An override may skip or add batches, or let the ranks agree on the end of the data. It finds
-        the
-        batches in flight in ``batches``, oldest first, as they were pulled.
+        the batches in flight in ``batches``, oldest first, as they were pulled.
         """
         if dataloader_iter is not self._dataloader_iter:
             self._dataloader_iter = dataloader_iter
@@ -173,8 +164,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         """Copy one batch to the device and return whether there was one.
 
         The pipeline calls it for each batch, on the stream for copies, with an iterator that has
-        only this
-        batch.
+        only this batch.
 
         Raises:
             RuntimeError: The caller is not the pipeline, which pulls the batches itself.
@@ -249,8 +239,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         """Return the state as ``SparseDistPipeline.state_dict`` does.
 
         ``next_iteration`` counts from 0 again after ``reset``, and ``in_flight`` includes the
-        batches that
-        ``execute_all_batches=False`` keeps back.
+        batches that ``execute_all_batches=False`` keeps back.
         """
         # TorchRec's GradientAccumulationWrapper counts batches in the private _current_step, which
         # no state_dict has: between two of its steps nothing may be saved.
@@ -323,10 +312,13 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         kind: Kind = "own"
         # A single rank exchanges nothing, so a class may take a simpler kind there (Form.alone). A
         # model without sharded modules runs as it is.
-        if sharded_modules(unwrapped(self._model)):
+        sharded = sharded_modules(unwrapped(self._model))
+        if sharded:
             alone = dist.is_initialized() and dist.get_world_size() == 1
             kind = (self.form.alone if alone else None) or self.form.kind
-            if self._splits_forward and not alone:
+            # The exchanges of several modules overlap each other. With one module, the second
+            # backward of the split would cost more than the split hides.
+            if self._splits_forward and not alone and len(sharded) > 1:
                 kind = "split"
         options = replace(self._options(kind), functions=self._functions())
         if "copy_batch_to_gpu" in self._overrides and options.memory.enable_inplace_copy_batch:
@@ -383,7 +375,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         plan = self._plan(self.tasks)
         # TorchRec's classes with this argument copy the next batch after the dense forward was
         # launched; the order of the plan says the same.
-        if self.form.copies_later and self._given.get("enqueue_batch_after_forward"):
+        if self._given.get("enqueue_batch_after_forward"):
             order = [name for name in plan.order if name != plans.COPY]
             order.insert(order.index(plans.DENSE) + 1, plans.COPY)
             plan = replace(plan, order=order)
@@ -436,6 +428,11 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     def _at_stop(self) -> None:
         vars(self).get("batches", []).clear()
 
+    @property
+    def _done(self) -> int:
+        """The number of batches that were returned, or dropped by a failure."""
+        return self.pipe.state_dict(check=False)["next_iteration"]
+
     def _restart(self, begin: Callable[[], None]) -> None:
         """Rebuild the tasks with ``begin``, keeping the next batch's number; none is in flight."""
         # check=False: the number is needed also where a failure has dropped batches.
@@ -466,8 +463,7 @@ class TrainPipelineBase(NamedPipeline[In, Out]):
     """Counterpart of TorchRec's class: the next batch is copied during this one's step. Any model.
 
     Unlike TorchRec's class, it uses ``custom_model_fwd``, and needs no ``reset`` to continue with
-    new
-    data after the end of an iterator. The model need not be sharded.
+    new data after the end of an iterator. The model need not be sharded.
     """
 
     form = Form(plan=lean(plans.copy_ahead), kind="own")
@@ -476,7 +472,7 @@ class TrainPipelineBase(NamedPipeline[In, Out]):
 class TrainPipelineSparseDist(NamedPipeline[In, Out]):
     """Counterpart of TorchRec's class, under the plan ``sparse_dist``."""
 
-    form = Form(copies_later=True)
+    form = Form()
 
 
 class TrainPipelineSparseDistLite(TrainPipelineSparseDist[In, Out]):
@@ -496,11 +492,10 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
 
     As in TorchRec, a look-up uses the learning rates of the previous call, unless
     ``embedding_lookup_after_data_dist=True``. ``strict`` has no effect. The look-up is submitted on
-    the
-    caller's stream, whatever ``emb_lookup_stream`` is.
+    the caller's stream, whatever ``emb_lookup_stream`` is.
     """
 
-    form = Form(plan=split, kind="split", alone="ahead", copies_later=True)
+    form = Form(plan=split, kind="split", alone="ahead")
 
     def _take(self, given: Mapping[str, Any]) -> None:
         if (stream := given["emb_lookup_stream"]) not in ("new", "current", "data_dist"):
@@ -514,7 +509,7 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
         return plans.EMBED if self._late() else plans.DENSE_BACK
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        return plans.split(lean=bool(tasks.options.memory)) if self._late() else split(tasks)
+        return split(tasks, late=self._late())
 
     def _late(self) -> bool:
         """Return whether each batch is looked up only in the call that returns it."""
@@ -550,8 +545,7 @@ class TrainEvalHybridPipelineBase(TrainPipelineSparseDist[In, Out]):
     """Counterpart of TorchRec's class; a batch under ``model.eval()`` runs without gradients.
 
     Unlike in TorchRec's class, batches in flight keep their mode. To change the mode, continue to
-    the
-    end of the iterator, or call ``drain``.
+    the end of the iterator, or call ``drain``.
     """
 
     form = replace(TrainPipelineSparseDist.form, without_grad="eval")

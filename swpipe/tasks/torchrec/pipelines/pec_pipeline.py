@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from itertools import pairwise
 from statistics import median
 from typing import Any, Literal, TypeAlias
 
@@ -24,6 +24,7 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec.pec_plan import pec
 from swpipe.tasks.torchrec.pipelines.drop_in import Pass, split
 from swpipe.tasks.torchrec.pipelines.named import Form, In, Out, TrainPipelineSparseDist
+from swpipe.tasks.torchrec.private_parts import PEC_PARTS, find
 from swpipe.tasks.torchrec.rewriting.pec import PecTasks, Sizes
 from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
 
@@ -61,8 +62,8 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
     """Counterpart of TorchRec's class, for any model; PEC applies to ``PECEmbeddingCollection``.
 
     ``exchange_report`` says which plan is used, and why. While batches are in flight under PEC,
-    some
-    row updates are pending. Call ``drain`` before the model is detached or run by another pipeline.
+    some row updates are pending. Call ``drain`` before the model is detached or run by another
+    pipeline.
     """
 
     form = Form(plan=split, kind="split", alone="ahead", zero_grad=None)
@@ -118,7 +119,7 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
 
     def _end_trial(self, done: int) -> None:
         """Go on to the next trial, or choose a plan."""
-        steps = [1e3 * (b - a) for a, b in zip(self._stamps, self._stamps[1:], strict=False)]
+        steps = [1e3 * (end - begin) for begin, end in pairwise(self._stamps)]
         # A filling or draining pipeline has shorter or longer steps than the steady state.
         steps = steps[FILL:-DRAIN]
         self._stamps = []
@@ -152,27 +153,15 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
 
     def _collections(self, tasks: SparseDistTasks) -> dict[str, Any]:
         """Return the collections that can be exchanged in two parts; empty on a single rank."""
-        # TorchRec has the module since 1.8.
-        installed = find_spec("torchrec.distributed.pec_embedding") is not None
-        if tasks.options.forward != "split" or tasks.options.memory or not installed:
+        kind = find(PEC_PARTS[0])  # None in a TorchRec before 1.8
+        if tasks.options.forward != "split" or tasks.options.memory or kind is None:
             return {}
-        from torchrec.distributed.pec_embedding import ShardedPECEmbeddingCollection
-
-        return {
-            name: module
-            for name, module in tasks.rewrite.sharded.items()
-            if isinstance(module, ShardedPECEmbeddingCollection)
-        }
+        modules = tasks.rewrite.sharded.items()
+        return {name: module for name, module in modules if isinstance(module, kind)}
 
     # A pass ends with its trial, so that no batch is in flight when the plan changes.
     def _new_pass(self, source: Iterator[Any], limit: int | None = None) -> Pass:
         return super()._new_pass(source, self._ends_at and self._ends_at - self._done)
-
-    @property
-    def _done(self) -> int:
-        """The number of batches that were returned, or dropped by a failure."""
-        done: int = self.pipe.state_dict(check=False)["next_iteration"]
-        return done
 
 
 _TO_COME = "updates of rows that the batch after has not are still to come"

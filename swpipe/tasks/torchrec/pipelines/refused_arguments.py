@@ -124,15 +124,11 @@ def no_internal(owner: object, name: str) -> AttributeError:
     )
 
 
-_SAME = "has the same numbers; keep TorchRec's class where memory does not suffice"
-
 INSTEAD = {
     "EvalPipelineCPUSparse": "it looks tables up on the CPU for a dense part on a GPU: shard the "
     "tables on the GPU and use EvalPipelineSparseDist, or keep TorchRec's class",
     "TrainPipelinePT2": "it compiles the model in its fourth batch and overlaps nothing: call "
     "model.compile() yourself, and use TrainPipelineBase, which copies batches ahead",
-    "TrainPipelinePrefetchEMS": "it frees tables' caches during the dense part: "
-    f"PrefetchTrainPipelineSparseDist {_SAME}",
     "TrainPipelineSparseDistBwdOpt": "it steps the optimizer within backward, with the gradients "
     "that are there by then: TrainPipelineFusedSparseDist steps with all of them, while the next "
     "batch's embeddings are exchanged, where the optimizer has no tables",
@@ -157,8 +153,8 @@ class Elsewhere(torchrec_pipelines.TrainPipeline):  # type: ignore[misc]
 def _made(name: str, instead: str) -> type[Elsewhere]:
     # Made at run time, one class for each name, so that scripts can import the name and
     # isinstance() and the message refer to it.
-    said = f"Raises NotImplementedError when it is constructed: {instead}."
-    kind = type(name, (Elsewhere,), {"__doc__": said, "__module__": __name__})
+    doc = f"Raises NotImplementedError when it is constructed: {instead}."
+    kind = type(name, (Elsewhere,), {"__doc__": doc, "__module__": __name__})
     if (original := torchrec_class(name)) is not None:
         original.register(kind)
     return kind

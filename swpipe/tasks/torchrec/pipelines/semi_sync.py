@@ -68,7 +68,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     def _at_stop(self) -> None:
         super()._at_stop()
         # Gradients that a failed batch has left must not be added to the next batch's.
-        self.tasks.drop_gradients()
+        self.tasks.gradients.drop()
 
     def _take(self, given: Mapping[str, Any]) -> None:
         start_batch = given["start_batch"]
@@ -96,11 +96,6 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     def _start_anew(self) -> None:
         # With stashed gradients the stale plan has another optimizer, so the tasks are made again.
         (self._build if self._stashes else self._start)()
-
-    @property
-    def _done(self) -> int:
-        """The number of batches that were returned, or dropped by a failure."""
-        return self.pipe.state_dict(check=False)["next_iteration"]
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         # Made before start_batch too: it refuses tables that cannot be read stale.

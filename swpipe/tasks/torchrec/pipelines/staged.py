@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Generic, NoReturn
+from typing import Any, Generic
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from swpipe.pipeline import SWPipeline, check_idle
 from swpipe.tasks.torchrec._torchrec import PipelineStage, torchrec_pipelines
 from swpipe.tasks.torchrec.pipelines.drop_in import PassPipeline
 from swpipe.tasks.torchrec.pipelines.named import In, Out
-from swpipe.tasks.torchrec.pipelines.refused_arguments import REASONS, no_internal, refuse
+from swpipe.tasks.torchrec.pipelines.refused_arguments import no_internal, refuse
 from swpipe.tasks.torchrec.rewriting.forwards import SparseDistContext
 from swpipe.tasks.torchrec.rewriting.rewrite import Rewrite
 from swpipe.tasks.torchrec.step.task_options import TaskOptions
@@ -53,8 +53,8 @@ class SparseDataDistUtil(Generic[In]):
         embedding_lookup_stream: Any = None,
     ) -> None:
         # Only values other than the defaults are refused: scripts pass the defaults explicitly.
-        unsaid = {"apply_jit": apply_jit, "embedding_lookup_stream": embedding_lookup_stream}
-        refuse(self, {name: value for name, value in unsaid.items() if value})
+        given = {"apply_jit": apply_jit, "embedding_lookup_stream": embedding_lookup_stream}
+        refuse(self, {name: value for name, value in given.items() if value})
         self.model = model
         self.data_dist_stream = data_dist_stream
         self.prefetch_stream = prefetch_stream
@@ -112,12 +112,6 @@ class SparseDataDistUtil(Generic[In]):
             data_exhausted_callback=self.data_exhausted_callback,
         )
 
-    def start_embedding_lookup(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise NotImplementedError: ``embedding_lookup_stream`` is refused."""
-        raise NotImplementedError(REASONS["embedding_lookup_stream"])
-
-    start_embedding_lookup_stage = start_embedding_lookup
-
     def detach(self) -> nn.Module:
         """Restore and return the model; batches in flight are kept."""
         self._rewrite.detach()
@@ -172,9 +166,8 @@ class StagedTrainPipeline(PassPipeline, torchrec_pipelines.TrainPipeline, Generi
     """Counterpart of TorchRec's class: runs the stages ahead and returns each batch after the last.
 
     The stages are assumed to communicate, so all ranks run them in the same order. They are assumed
-    to
-    share nothing but their batches, since each works on a different batch. The batches are for the
-    caller's current stream. A stage's ``stream`` may be None on a CPU. ``run_ahead`` is as for
+    to share nothing but their batches, since each works on a different batch. The batches are for
+    the caller's current stream. A stage's ``stream`` may be None on a CPU. ``run_ahead`` is as for
     ``PipelinePlan``.
     """
 
@@ -243,8 +236,7 @@ class StagedTrainPipeline(PassPipeline, torchrec_pipelines.TrainPipeline, Generi
         for exchange in self._exchanges:
             exchange.attach()
 
-    def _make_ready(self) -> None:
-        self.attach()
+    _make_ready = attach
 
     def _task(self, name: str, stage: PipelineStage) -> PipelineTask:
         """Return the task that runs a stage; dropping its batches also drops their exchanges."""

@@ -1,4 +1,4 @@
-"""TorchRec's pipelines that keep tables or optimizer state on the host between two uses.
+"""TorchRec's pipelines that keep tables, caches or optimizer state on the host between two uses.
 
     period      EmbForward   DenseForward, LossPostprocess   DenseBackward   EmbBackward   OptimStep
     tables         used      ------ on the host ----------    copied back       used
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -21,9 +21,11 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.device.offload import Offload, with_offload
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec._torchrec import FusedOptimizer
+from swpipe.tasks.torchrec.embedding_tables.table_state import table_parts
 from swpipe.tasks.torchrec.pipelines.named import In, Out, TrainPipelineSparseDist
 from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
-from swpipe.values import modules_in, tensors_in
+from swpipe.tasks.torchrec.step.train_step import innermost
+from swpipe.values import tensors_in
 
 
 class TrainPipelineSparseDistOptStash(TrainPipelineSparseDist[In, Out]):
@@ -61,12 +63,16 @@ class TrainPipelineSparseDistEmbStash(TrainPipelineSparseDist[In, Out]):
     # The split forward, so that nothing touches the tables between EmbForward and EmbBackward.
     form = replace(TrainPipelineSparseDist.form, kind="split")
 
+    _caches: ClassVar[bool] = False
+    """Whether the caches of tables in host memory are moved too."""
+
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        modules = tuple(tasks.rewrite.sharded.values())
-        if not [*_stashed(modules)]:
+        tensors = partial(_stashed, [*tasks.rewrite.sharded.values()], self._caches)
+        if not any(tensor.numel() for tensor in tensors()):
+            cached = ", and none has a cache" if self._caches else ""
             warnings.warn(
                 f"{type(self).__name__}: no table of this rank has stash_weights=True in its "
-                "configuration, so none is moved to the host",
+                f"configuration{cached}, so none is moved to the host",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -75,35 +81,41 @@ class TrainPipelineSparseDistEmbStash(TrainPipelineSparseDist[In, Out]):
             plans.EMBED,
             plans.EMBED_BACK,
             tasks.device,
-            tensors=partial(_stashed, modules),
+            tensors=tensors,
             freed=plans.DENSE,
             state="rows on the device",
         )
         return with_offload(replace(super()._plan(tasks), tasks=tasks.tasks()), [pair])
 
 
+class TrainPipelinePrefetchEMS(TrainPipelineSparseDistEmbStash[In, Out]):
+    """Counterpart of TorchRec's class: moves the caches of tables in host memory, too.
+
+    A cache comes back with the rows that it had. TorchRec's class writes these to the table, and
+    fetches them again.
+    """
+
+    _caches = True
+
+
 def _states(optimizers: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the state tensors of the optimizers that step the dense part."""
     for optimizer in optimizers:
-        if isinstance(optimizer, FusedOptimizer):
-            continue
-        if hasattr(optimizer, "optimizers"):  # TorchRec's CombinedOptimizer: (key, optimizer)
-            yield from _states(inner for _, inner in optimizer.optimizers)
-        elif hasattr(optimizer, "_optimizer"):  # TorchRec's wrappers: warm-up, clipping
-            yield from _states([optimizer._optimizer])
-        else:
-            yield from tensors_in([*optimizer.state.values()])
+        for inner in innermost(optimizer):
+            if not isinstance(inner, FusedOptimizer):
+                yield from tensors_in([*inner.state.values()])
 
 
-def _stashed(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+def _stashed(modules: Iterable[nn.Module], caches: bool) -> Iterator[Tensor]:
     """Yield the rows of fbgemm's tables that are to be stashed, chosen as TorchRec chooses them."""
-    for module in modules:
-        for part in modules_in(module):
-            # Private attributes of TorchRec's kernels and of fbgemm's tables (TorchRec 1.8);
-            # classes that lack them have nothing to stash.
-            kernel = getattr(part, "_emb_module", None)
-            config = getattr(part, "_config", None)
-            tables = getattr(config, "embedding_tables", ())
-            if any(getattr(table, "stash_weights", False) for table in tables):
-                rows = (getattr(kernel, name, None) for name in ("weights_dev", "weights_host"))
-                yield from (one for one in rows if isinstance(one, Tensor))
+    for part in table_parts(modules):
+        # Private attributes of TorchRec's kernels and of fbgemm's tables (TorchRec 1.8); classes
+        # that lack them have nothing to stash.
+        kernel = getattr(part, "_emb_module", None)
+        config = getattr(part, "_config", None)
+        tables = getattr(config, "embedding_tables", ())
+        names = ["lxu_cache_weights"] if caches else []
+        if any(getattr(table, "stash_weights", False) for table in tables):
+            names += ["weights_dev", "weights_host"]
+        rows = (getattr(kernel, name, None) for name in names)
+        yield from (tensor for tensor in rows if isinstance(tensor, Tensor))

@@ -148,9 +148,10 @@ class JaggedPipeline(NamedPipeline[In, Out]):
         batch: Any = next(dataloader_iter, None)
         if batch is None:
             return None
-        ticket = None if self._shuffler is None else self._shuffler.start(batch)
+        shuffler = self._shuffler or IdentityShuffler()
+        ticket = shuffler.start(batch)
         batch = batch.to(device=self._given["device"], non_blocking=True)
-        return batch if self._shuffler is None else self._shuffler.finish(batch, ticket)
+        return shuffler.finish(batch, ticket)
 
 
 class TrainPipelineFactory(PipelineFactory):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -70,15 +70,13 @@ class Replayable(Awaitable):  # type: ignore[misc]
         # outside of the lock.
         with self._lock:
             first = self._result is _PENDING
-            if first and self._stream is None:
-                self._complete()
-            elif first:
-                with self._device.on(self._stream):
+            if first:
+                with self._on_stream():
                     self._complete()
-        found = (self._result, self._module_context)
+        result = (self._result, self._module_context)
         if self._stream is not None:
-            self._use_here(found)
-        return found if first else map_tensors(found, _again)
+            self._use_here(result)
+        return result if first else map_tensors(result, _again)
 
     def before_wait(self, fn: Callable[[Any, Any], None]) -> None:
         """Call ``fn(awaitable, module_context)`` on the stream that will complete the first wait.
@@ -87,11 +85,15 @@ class Replayable(Awaitable):  # type: ignore[misc]
         """
         with self._lock:
             if self._result is _PENDING:
-                with nullcontext() if self._stream is None else self._device.on(self._stream):
+                with self._on_stream():
                     fn(self._awaitable, self._module_context)
 
     def _wait_impl(self) -> Any:
         return self.wait()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        """Return a block on the stream of the exchange, if the device has streams."""
+        return nullcontext() if self._stream is None else self._device.on(self._stream)
 
     def _complete(self) -> None:
         result = self._awaitable.wait()

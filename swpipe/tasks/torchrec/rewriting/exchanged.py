@@ -56,11 +56,8 @@ class CallInputs:
         The same tensors in new containers count as the same inputs.
         """
         given = [*args, *kwargs.values()]
-        if len(given) != len(self.values):
+        if len(given) != len(self.values) or not all(map(_same, given, self.values)):
             return "and is called with another one"
-        for one, other in zip(given, self.values, strict=True):
-            if one is not other and not _same(one, other):
-                return "and is called with another one"
         return "which the forward has changed since" if self.changes() else ""
 
     def refusal(self, what: str, why: str) -> RewriteError:

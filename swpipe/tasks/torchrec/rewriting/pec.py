@@ -24,7 +24,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +39,7 @@ from swpipe.tasks.torchrec._torchrec import VERSION, LazyAwaitable, check_parts
 from swpipe.tasks.torchrec.embedding_tables.table_state import rates_of, set_rates
 from swpipe.tasks.torchrec.pipelines.mid_flight import counts
 from swpipe.tasks.torchrec.private_parts import PEC_PARTS, problems
-from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
+from swpipe.tasks.torchrec.step.task_set import SparseDistTasks, in_turn
 
 
 class Sizes(NamedTuple):
@@ -133,7 +132,9 @@ class PecModule:
         # An attribute of the instance hides the method, so that the replaced forward of the
         # pipeline, which calls compute_and_output_dist, looks up the shared rows only.
         module.compute_and_output_dist = self._look_up_late
-        self.early_bytes = self.late_bytes = self.steps = 0
+        # Late and early bytes, in the order of the parts.
+        self.bytes = [0, 0]
+        self.steps = 0
 
     def close(self) -> None:
         """Give the module its own look-up back."""
@@ -164,20 +165,12 @@ class PecModule:
     def look_up_early(self, batch: Batch) -> None:
         """Wait for the masks, then look up and send the rows that the batch before does not use."""
         results = [mask.wait() for mask in batch.masks]
-        batch.forward = [
-            Partition((part.ol_features, part.nol_features), *_splits(part.splits), (part.permute,))
-            for part, _ in results
-        ]
+        batch.forward = [_partition(part, part.permute) for part, _ in results]
         # The masks also split the batch before, whose backward needs it: its gradients for rows of
         # this batch are sent first.
         if batch.before is not None:
             batch.before.backward = [
-                Partition(
-                    (part.ol_features, part.nol_features),
-                    *_splits(part.splits),
-                    (part.ol_permute, part.nol_permute),
-                )
-                for _, part in results
+                _partition(part, part.ol_permute, part.nol_permute) for _, part in results
             ]
             # Each batch refers to its predecessor only until then; otherwise all batches would stay
             # alive.
@@ -223,8 +216,9 @@ class PecModule:
 
     def start_backward(self, batch: Batch) -> list[Sent]:
         """Send the gradients of rows that the next batch uses, and keep the other gradients."""
-        # Without the next batch's masks all rows count as shared, so no gradient is deferred.
-        parts = batch.backward or [*self._whole(batch)]
+        # Without the next batch's masks no gradient is deferred: those of both parts of the look-up
+        # are sent.
+        parts = batch.backward or [_turned(partition) for partition in batch.forward]
         sent = []
         for number, (partition, merged) in enumerate(zip(parts, batch.merged, strict=True)):
             gradient = merged.grad
@@ -232,48 +226,50 @@ class PecModule:
             if gradient is None:
                 gradient = torch.zeros_like(merged)
             # Gradients take the way of the ids: to the rank that holds the row.
-            pair = [
+            first, second = (
                 Sent(batch, number, features, gradient.index_select(0, order), out, got)
                 for features, order, out, got in zip(
                     partition.features, partition.order, partition.sent, partition.got, strict=True
                 )
-            ]
-            sent.append(self._started(pair[0], 0))
-            if batch.backward is not None:
-                self.deferred.append(pair[1])
+            )
+            sent.append(self._started(first, 0))
+            if batch.backward is None:
+                sent.append(self._started(second, 0))
+            else:
+                self.deferred.append(second)
         batch.merged.clear()
         return sent
 
     def start_deferred(self) -> None:
         """Send the gradients that were kept."""
-        self.deferred = [self._started(one, 1) for one in self.deferred]
+        self.deferred = [self._started(share, 1) for share in self.deferred]
 
-    def _started(self, one: Sent, part: int) -> Sent:
-        dim = self._dim(one.group)
-        got = one.gradient.new_empty(sum(one.got) * dim)
+    def _started(self, share: Sent, part: int) -> Sent:
+        dim = self._dim(share.group)
+        got = share.gradient.new_empty(sum(share.got) * dim)
         work = dist.all_to_all_single(
             got,
-            one.gradient.reshape(-1),
-            output_split_sizes=[count * dim for count in one.got],
-            input_split_sizes=[count * dim for count in one.sent],
+            share.gradient.reshape(-1),
+            output_split_sizes=[count * dim for count in share.got],
+            input_split_sizes=[count * dim for count in share.sent],
             group=self.group,
             async_op=True,
         )
-        self._count(one.got, one.group, part)
-        return one._replace(gradient=got, work=work)
+        self._count(share.got, share.group, part)
+        return share._replace(gradient=got, work=work)
 
     def update(self, sent: Iterable[Sent]) -> None:
         """Wait for gradients and update their rows with the rate of their batch's look-up."""
-        for one in sent:
-            one.work.wait()
-            if not one.features.values().numel():
+        for share in sent:
+            share.work.wait()
+            if not share.features.values().numel():
                 continue
-            gradient = one.gradient.view(-1, self._dim(one.group))
-            context = one.batch.context.sharding_contexts[one.group]
+            gradient = share.gradient.view(-1, self._dim(share.group))
+            context = share.batch.context.sharding_contexts[share.group]
             # Gradients come by rank, then feature; rows are looked up by feature, then rank.
             recat = torch.ops.fbgemm.invert_permute(context.sparse_features_recat)
             places = torch.arange(len(gradient), device=gradient.device)
-            lengths = one.features.lengths().view(recat.shape[0], -1)
+            lengths = share.features.lengths().view(recat.shape[0], -1)
             _, order, _ = torch.ops.fbgemm.permute_2D_sparse_data(
                 recat, lengths, places, None, len(gradient)
             )
@@ -284,31 +280,18 @@ class PecModule:
             # The tables hold the rate of the newest look-up, and this update may belong to an older
             # batch. The rate is set back, since the next look-up reads it.
             before = rates_of([self.module])
-            set_rates([self.module], one.batch.rates)
+            set_rates([self.module], share.batch.rates)
             # The fused optimizer runs in the backward of a look-up, so the rows are looked up
             # again.
             with torch.enable_grad():
-                rows = self.inner._lookups[one.group](one.features)
-                rows.view(-1, self._dim(one.group)).backward(ordered)
+                rows = self.inner._lookups[share.group](share.features)
+                rows.view(-1, self._dim(share.group)).backward(ordered)
             set_rates([self.module], before)
 
     def update_deferred(self) -> None:
         """Update the rows whose gradients were kept."""
         self.update(self.deferred)
         self.deferred = []
-
-    def _whole(self, batch: Batch) -> Iterator[Partition]:
-        """Yield partitions in which all rows count as shared."""
-        handlers = self.module._overlap_handlers
-        groups = zip(handlers, batch.context.sharding_contexts, batch.features, strict=True)
-        for handler, context, features in groups:
-            device = features.values().device
-            every = torch.ones(sum(context.input_splits), dtype=torch.bool, device=device)
-            orders = handler.compute_backward_permutes(every, context)
-            none = [0] * len(context.input_splits)
-            sent = (list(context.input_splits), none)
-            got = (list(context.output_splits), none)
-            yield Partition((features, features), sent, got, orders)
 
     def _dim(self, group: int) -> int:
         kinds = [*self.inner._sharding_type_to_sharding]
@@ -318,11 +301,7 @@ class PecModule:
     def _count(self, rows: Sequence[int], group: int, part: int) -> None:
         """Count the bytes that come from other ranks, at 4 bytes per value."""
         mine = dist.get_rank(self.group)
-        size = 4 * self._dim(group) * (sum(rows) - rows[mine])
-        if part:
-            self.early_bytes += size
-        else:
-            self.late_bytes += size
+        self.bytes[part] += 4 * self._dim(group) * (sum(rows) - rows[mine])
 
 
 class _Merged(LazyAwaitable):  # type: ignore[misc]
@@ -340,7 +319,7 @@ class _Merged(LazyAwaitable):  # type: ignore[misc]
 
         batch = self._batch
         inner = self._module.inner
-        found: dict[str, Any] = {}
+        jagged: dict[str, Any] = {}
         for number, (late, early) in enumerate(zip(self._late, batch.early, strict=True)):
             with torch.no_grad():
                 both = torch.cat([late.wait(), early.wait()])
@@ -348,7 +327,7 @@ class _Merged(LazyAwaitable):  # type: ignore[misc]
             # Leaves: the graph is cut here, and the gradients go into `merged.grad` for
             # start_backward.
             batch.merged.append(merged.requires_grad_(torch.is_grad_enabled()))
-            found |= construct_jagged_tensors(
+            jagged |= construct_jagged_tensors(
                 embeddings=merged,
                 features=batch.context.sharding_contexts[number].features_before_input_dist,
                 embedding_names=inner._embedding_names_per_sharding[number],
@@ -356,7 +335,7 @@ class _Merged(LazyAwaitable):  # type: ignore[misc]
                 features_to_permute_indices=inner._features_to_permute_indices,
             )
         batch.early = []
-        return found
+        return jagged
 
 
 class PecTasks:
@@ -387,8 +366,7 @@ class PecTasks:
     def sizes(self) -> Sizes:
         """The average of the bytes exchanged per step, since the beginning."""
         steps = max((module.steps for module in self.modules), default=0)
-        early = sum(module.early_bytes for module in self.modules)
-        late = sum(module.late_bytes for module in self.modules)
+        late, early = (sum(module.bytes[part] for module in self.modules) for part in (0, 1))
         return Sizes(early / max(1, steps), late / max(1, steps), steps)
 
     def close(self) -> None:
@@ -398,10 +376,9 @@ class PecTasks:
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         """Return the tasks, in serial order."""
-        reset = partial(_forget, self.modules)
         # The overlap and the deferred gradients are state between iterations. Declaring them makes
         # the plan's order of these tasks checked like any other.
-        overlap = DeclaredIO(state="overlap", others="", reset=reset)
+        overlap = DeclaredIO(state="overlap", others="", reset=self._forget)
         deferred = DeclaredIO(state="late gradients", others="")
         reads, updates = (DeclaredIO(state="tables", mode=mode) for mode in ("r", "rw"))
         added = {
@@ -411,20 +388,25 @@ class PecTasks:
             ],
             names.DENSE: [PipelineTask(LATE, self._late, [deferred, updates])],
         }
-        seen = DeclaredIO(state="overlap", mode="r")
+        masks = DeclaredIO(state="overlap", mode="r")
         wrapped = {
             names.EMBED: (self._after_look_up, [deferred]),
-            names.DENSE_BACK: (self._send, [seen, deferred]),
+            names.DENSE_BACK: (self._send, [masks, deferred]),
             names.EMBED_BACK: (self._update, []),
         }
-        found = []
+        tasks = []
         for own in self._tasks.tasks():
             task = own
             if own.name in wrapped:
                 then, io = wrapped[own.name]
-                task = replace(own, fn=partial(_in_turn, own.fn, then), io=(*own.io, *io))
-            found += [task, *added.get(own.name, ())]
-        return tuple(found)
+                task = replace(own, fn=in_turn([own.fn, then]), io=(*own.io, *io))
+            tasks += [task, *added.get(own.name, ())]
+        return tuple(tasks)
+
+    def _forget(self) -> None:
+        """Forget the batches that were dropped."""
+        for module in self.modules:
+            module.forget()
 
     def _overlap(self, ctx: IterContext) -> None:
         """Start to tell the other ranks which rows the batch before uses."""
@@ -473,18 +455,20 @@ class PecTasks:
         del ctx.pec, ctx.pec_sent
 
 
-def _in_turn(first: Any, then: Any, ctx: IterContext) -> None:
-    first(ctx)
-    then(ctx)
+def _partition(part: Any, *order: Tensor) -> Partition:
+    """Return one of TorchRec's two partitions, of the rows that are shared (ol) and not (nol)."""
+    splits = part.splits
+    features = (part.ol_features, part.nol_features)
+    return Partition(features, splits.input_splits, splits.output_splits, order)
 
 
-def _forget(modules: Iterable[PecModule]) -> None:
-    for module in modules:
-        module.forget()
-
-
-def _splits(splits: Any) -> tuple[Any, Any]:
-    return splits.input_splits, splits.output_splits
+def _turned(partition: Partition) -> Partition:
+    """Return the partition of a look-up for gradients, which go back the way of the embeddings."""
+    (merge,) = partition.order
+    # Embedding i of the batch is number merge[i] of both parts, so gradient n of both parts is
+    # number argsort(merge)[n] of the batch.
+    order = torch.split(torch.argsort(merge), [sum(rows) for rows in partition.sent])
+    return partition._replace(order=order)
 
 
 def _divides() -> bool:

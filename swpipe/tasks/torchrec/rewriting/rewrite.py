@@ -162,7 +162,7 @@ class Rewrite:
         # Raises if batches in flight in another pipeline of the model forbid this one to run.
         self._detach_others()
         traced = self._find_inputs(batch)
-        found = traced.inputs
+        inputs = traced.inputs
         self.report = self._reported(traced)
         bad = [f"  {m.name}: {m.inputs}" for m in self.report.modules if not m.pipelined]
         if bad and self._options.strict:
@@ -176,10 +176,10 @@ class Rewrite:
             warnings.warn("\n".join([f"{head}nothing:", *bad]), RuntimeWarning, stacklevel=2)
         self.forwards = tuple(
             FORWARDS["prefetch" if name in self.late else self._options.forward](
-                name, found[name].args, module, self._device
+                name, inputs[name].args, module, self._device
             )
             for name, module in self.sharded.items()
-            if not found[name].why
+            if not inputs[name].why
         )
         self.postprocs = tuple(
             PostprocForward(name, args, self._inner.get_submodule(name), self._device)
@@ -245,8 +245,8 @@ class Rewrite:
         """Run the modules that compute inputs, if any; the first batch calls ``prepare``."""
         if not self.attached:
             self._attach_first(batch)
-        made = self.postprocs
-        return compute_ahead(made, batch, iteration, self._device) if made else None
+        postprocs = self.postprocs
+        return compute_ahead(postprocs, batch, iteration, self._device) if postprocs else None
 
     def start(self, batch: Any, context: SparseDistContext) -> None:
         """Start the exchange of the sizes of one batch's ids; the first batch calls ``prepare``.
@@ -365,14 +365,15 @@ class Rewrite:
                 )
 
     def _reported(self, traced: Traced) -> RewriteReport:
+        inputs = traced.inputs
         modules = (
             ModuleReport(
                 name,
-                type(self.sharded[name]).__name__,
-                not found.why,
-                f"{found}{LATE if name in self.late else ''}",
+                type(module).__name__,
+                not inputs[name].why,
+                f"{inputs[name]}{LATE if name in self.late else ''}",
             )
-            for name, found in ((name, traced.inputs[name]) for name in self.sharded)
+            for name, module in self.sharded.items()
         )
         computed = (f"{name}({Found(args)})" for name, args in traced.computed.items())
         return RewriteReport(tuple(modules), self._options.find, describe(), tuple(computed))

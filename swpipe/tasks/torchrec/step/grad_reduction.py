@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,6 +38,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from swpipe.tasks.torchrec.step.train_step import TrainStep
 
 
 def ddp_modules(model: nn.Module) -> Iterator[DistributedDataParallel]:
@@ -151,18 +153,71 @@ def _start_reduction(state, bucket):  # type: ignore[no-untyped-def]
     return returned
 
 
-class Accumulation:
-    """The batches that begin and end an optimizer step; batches are given by their iteration."""
+class GradientFlow:
+    """When the gradients of a model are cleared, reduced and used; batches are iterations.
 
-    def __init__(self, model: nn.Module, batches: int) -> None:
-        self.batches = batches
-        self._ddp = tuple(ddp_modules(model)) if batches > 1 else ()
+    Attributes:
+        batches: Batches per optimizer step.
+        megatrons: Megatron's wrappers in the model.
+        reduction: DDP's reductions, which are deferred if the tables have a backward of their own.
+
+    Raises:
+        ValueError: The step uses ``parameter.grad``, and Megatron's wrapper does not.
+    """
+
+    def __init__(self, model: nn.Module, step: TrainStep, *, defers: bool) -> None:
+        self._model = model
+        self._step = step
+        self._defers = defers
+        self.batches = step.accumulate
+        wrappers = tuple(ddp_modules(model))
+        self._ddp = wrappers if self.batches > 1 else ()
+        self.reduction = DeferredReduction(wrappers if defers else ())
+        self.megatrons: list[Any] = [m for m in model.modules() if is_megatrons(m)]
         self._origin = 0  # the iteration that would be the first of a step
         self._first: int | None = None
+        if self.megatrons and (step.scaler is not None or isinstance(step.clip, int | float)):
+            raise ValueError(
+                "TrainStep.scaler, and a number as TrainStep.clip, use parameter.grad; Megatron's "
+                "DistributedDataParallel keeps the gradients in parameter.main_grad: let its "
+                "optimizer scale and clip (OptimizerConfig), or give a function as clip"
+            )
 
-    def begins(self, iteration: int) -> bool:
-        """Return whether the batch is the first of a step."""
-        return (iteration - self._origin) % self.batches == 0
+    def zero(self, iteration: int, *, trains: bool) -> None:
+        """Clear the gradients if the batch is the first of a step."""
+        # Reductions of a batch that failed may be pending, and would write over later gradients.
+        self.reduction.finish()
+        if trains and self.rest(iteration) == 0:
+            self._step.zero_grad()
+            for wrapper in self.megatrons:
+                wrapper.zero_grad_buffer()
+
+    def drop(self) -> None:
+        """Clear the gradients of a batch that failed, after its reductions have ended."""
+        self.reduction.finish()
+        self._step.zero_grad()
+
+    def backward(self, iteration: int) -> AbstractContextManager[object]:
+        """Return a block for the backward of a batch, in which gradients are not waited for."""
+        # Megatron's wrapper reduces after every backward unless it is told not to.
+        blocks = [] if self.ends(iteration) else [m.no_sync() for m in self.megatrons]
+        if self._defers:
+            blocks.append(self.reduction.deferring())
+        # An ExitStack costs host time in every step, and most steps need none.
+        if not blocks:
+            return nullcontext()
+        stack = ExitStack()
+        for block in blocks:
+            stack.enter_context(block)
+        return stack
+
+    def finalize(self) -> None:
+        """Call the user's ``finalize``, which may communicate, or else Megatron's."""
+        if self._step.finalize is not None:
+            self._step.finalize(self._model)
+            return
+        for wrapper in self.megatrons:
+            wrapper.finish_grad_sync()
 
     def ends(self, iteration: int) -> bool:
         """Return whether the batch is the last of a step."""

@@ -25,13 +25,13 @@ are pure, except those that call ``TrainStep.on_losses`` or its ``watchdog``, wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from swpipe.core.context import IterContext
 from swpipe.core.messages import listed
@@ -45,19 +45,14 @@ from swpipe.tasks.torchrec.embedding_tables.table_state import TableState, rates
 from swpipe.tasks.torchrec.rewriting.forwards import SparseDistContext
 from swpipe.tasks.torchrec.rewriting.rewrite import Rewrite
 from swpipe.tasks.torchrec.rewriting.seam import run_embedding_backward
-from swpipe.tasks.torchrec.step.grad_reduction import (
-    Accumulation,
-    DeferredReduction,
-    ddp_modules,
-    is_megatrons,
-)
+from swpipe.tasks.torchrec.step.grad_reduction import GradientFlow
 from swpipe.tasks.torchrec.step.module_modes import ModuleModesOf
 from swpipe.tasks.torchrec.step.task_options import TaskOptions
-from swpipe.tasks.torchrec.step.task_states import Gradients, States, declared, used_states
+from swpipe.tasks.torchrec.step.task_states import Gradients, PartUse, declared, parts_of_step
 from swpipe.tasks.torchrec.step.train_step import TrainStep, by_gradient
 
 
-def _in_turn(parts: Sequence[TaskFn]) -> TaskFn:
+def in_turn(parts: Sequence[TaskFn]) -> TaskFn:
     """Return a function that calls several functions of the context, one after the other."""
     if len(parts) == 1:
         return parts[0]
@@ -70,7 +65,7 @@ def _in_turn(parts: Sequence[TaskFn]) -> TaskFn:
 
 
 class SparseDistTasks:
-    """The eleven tasks of a model's training step.
+    """The eleven tasks of a model's training step: each calls one or several of these methods.
 
     Args:
         model: A model with sharded modules, with or without wrappers.
@@ -88,18 +83,19 @@ class SparseDistTasks:
         table_state: The rows that only ``tables_state`` can restore, or that nothing can; None
             where all rows lie in parameters or buffers.
         mode: Returns which modules are in training mode.
+        gradients: When gradients are cleared, reduced and used.
+        functions: The functions that the methods call, with those of ``TaskOptions.functions``.
         tables_in_step: Whether some tables are updated by the optimizers rather than inside
             backward.
         fused: The step's optimizers that are fused into the tables. A look-up uses their learning
             rate, which ``OptimStep`` may change.
         replicates: Whether the tables have replicas on other ranks.
-        reduction: DDP's reductions of gradients, where waiting for them is deferred.
 
     Raises:
         RewriteError: The model has no sharded module, and ``forward`` is not "own".
         RuntimeError: There is no process group.
-        ValueError: A scaler is given and tables are updated inside backward; or
-            ``options.functions`` has a name that no task calls.
+        ValueError: A scaler is given and tables are updated inside backward; the step does not suit
+            Megatron's wrapper; or ``options.functions`` has a name that no task calls.
     """
 
     def __init__(
@@ -124,21 +120,22 @@ class SparseDistTasks:
         self.prefetched = PrefetchedBatches.of(sharded)
         self.table_state = TableState(sharded, options.tables_state) or None
         self.mode = ModuleModesOf(model)
-        # The caller's stream, on which the model runs; a cache filled on another stream needs it.
-        self._home = self.device.current_stream()
-        self._megatrons: list[Any] = [m for m in model.modules() if is_megatrons(m)]
-        self._accumulation = Accumulation(model, step.accumulate)
         # Without the split, DenseBackward is the whole backward: it has nothing to do before DDP's
         # reductions must be waited for.
-        split = options.forward == "split"
-        self.reduction = DeferredReduction(ddp_modules(model) if split else ())
-        self.replicates = isinstance(model, DMPCollection)
+        self.gradients = GradientFlow(model, step, defers=options.forward == "split")
         self.fused = step.fused()
-        tables = [p for module in sharded.values() for p in module.parameters()]
-        self.tables_in_step = any(map(by_gradient, tables))
-        self._check_gradients(step, tables)
-        # The parts that options.functions may replace. Pipelines pass a subclass's overrides so.
-        own = {
+        self.replicates = isinstance(model, DMPCollection)
+        # The caller's stream, on which the model runs; a cache filled on another stream needs it.
+        self._home = self.device.current_stream()
+        by_step = [by_gradient(p) for module in sharded.values() for p in module.parameters()]
+        self.tables_in_step = any(by_step)
+        if step.scaler is not None and not all(by_step):
+            raise ValueError(
+                "TrainStep.scaler scales the loss, and the tables are updated inside backward with "
+                "the scaled gradients: use bfloat16, which needs no scaler, or shard the tables "
+                "without a fused optimizer"
+            )
+        own: dict[str, Callable[..., Any] | None] = {
             "copy": self.to_device,
             "start_input_dist": self.rewrite.start,
             "wait_input_dist": SparseDistContext.wait_for_sizes,
@@ -152,23 +149,9 @@ class SparseDistTasks:
                 f"TaskOptions.functions has {listed(sorted(unknown))}, which no task calls: give "
                 f"functions of {listed([*own])}"
             )
-        self._calls: dict[str, Any] = {**own, **options.functions}
+        self.functions: dict[str, Any] = {**own, **options.functions}
 
-    def _check_gradients(self, step: TrainStep, tables: Sequence[Tensor]) -> None:
-        if self._megatrons and (step.scaler is not None or isinstance(step.clip, int | float)):
-            raise ValueError(
-                "TrainStep.scaler, and a number as TrainStep.clip, use parameter.grad; Megatron's "
-                "DistributedDataParallel keeps the gradients in parameter.main_grad: let its "
-                "optimizer scale and clip (OptimizerConfig), or give a function as clip"
-            )
-        if step.scaler is not None and not all(map(by_gradient, tables)):
-            raise ValueError(
-                "TrainStep.scaler scales the loss, and the tables are updated inside backward with "
-                "the scaled gradients: use bfloat16, which needs no scaler, or shard the tables "
-                "without a fused optimizer"
-            )
-
-    # --------------------------------------------------------------------------------- the tasks
+    # --------------------------------------------------------------------- the parts of the tasks
 
     def start_shuffle(self, ctx: IterContext) -> None:
         """Hand the batch to the shuffler."""
@@ -177,7 +160,7 @@ class SparseDistTasks:
 
     def copy(self, ctx: IterContext) -> None:
         """Copy the batch to the device."""
-        ctx.batch = self._calls["copy"](ctx.batch)
+        ctx.batch = self.functions["copy"](ctx.batch)
 
     def to_device(self, batch: Any) -> Any:
         """Return the batch on the device.
@@ -185,8 +168,8 @@ class SparseDistTasks:
         Raises:
             TypeError: The batch cannot be copied, or cannot be copied in place.
         """
-        if not (hasattr(batch, "to") and hasattr(batch, "record_stream")):
-            lacks = [name for name in ("to", "record_stream") if not hasattr(batch, name)]
+        lacks = [name for name in ("to", "record_stream") if not hasattr(batch, name)]
+        if lacks:
             raise TypeError(
                 f"a batch is a {type(batch).__name__} without {' and '.join(lacks)}: "
                 "give it to(device, non_blocking) and record_stream(stream), as "
@@ -213,11 +196,11 @@ class SparseDistTasks:
         computed = ctx.postproc if self.options.pipeline_postproc else None
         # version=1 tells TorchRec's code that each batch has a context of its own.
         ctx.pipeline = SparseDistContext(index=ctx.iter_idx, version=1, computed=computed)
-        self._calls["start_input_dist"](ctx.batch, ctx.pipeline)
+        self.functions["start_input_dist"](ctx.batch, ctx.pipeline)
 
     def wait_input_dist(self, ctx: IterContext) -> None:
         """Wait for the sizes and start the exchange of ids."""
-        self._calls["wait_input_dist"](ctx.pipeline)
+        self.functions["wait_input_dist"](ctx.pipeline)
 
     def prefetch(self, ctx: IterContext) -> None:
         """Wait for the ids; modules with a cache fill it."""
@@ -271,40 +254,17 @@ class SparseDistTasks:
             self.step.per_token.report(ctx)
         elif ctx.training:
             losses = ctx.losses if self.step.on_losses is None else self.step.on_losses(ctx.losses)
-            ctx.loss = self._calls["postprocess_loss"](losses)
+            ctx.loss = self.functions["postprocess_loss"](losses)
 
     def zero_grad(self, ctx: IterContext) -> None:
         """Clear the gradients at the beginning of an optimizer step."""
-        # Reductions of a batch that failed may be pending, and would write over later gradients.
-        self.reduction.finish()
-        if self._accumulation.begins(ctx.iter_idx) and self.trains():
-            self.step.zero_grad()
-            for wrapper in self._megatrons:
-                wrapper.zero_grad_buffer()
-
-    def drop_gradients(self) -> None:
-        """Clear the gradients of a batch that failed, after its reductions have ended."""
-        self.reduction.finish()
-        self.step.zero_grad()
+        self.gradients.zero(ctx.iter_idx, trains=self.trains())
 
     def dense_backward(self, ctx: IterContext) -> None:
         """Run the backward pass to the embeddings and start the exchange of their gradients."""
-        if not ctx.training:
-            return
-        # Without the split forward the tables are part of this backward, and DDP waits as usual.
-        around = [self.reduction.deferring()] if self.options.forward == "split" else []
-        # Megatron's wrapper reduces after every backward unless it is told not to.
-        if not self._accumulation.ends(ctx.iter_idx):
-            around += [wrapper.no_sync() for wrapper in self._megatrons]
-        backward = self._calls["dense_backward"]
-        if not around:
-            backward(ctx.loss)
-            return
-        # Entered only where needed: an ExitStack costs host time in every step.
-        with ExitStack() as stack:
-            for context in around:
-                stack.enter_context(context)
-            backward(ctx.loss)
+        if ctx.training:
+            with self.gradients.backward(ctx.iter_idx):
+                self.functions["dense_backward"](ctx.loss)
 
     def embedding_backward(self, ctx: IterContext) -> None:
         """Run the backward of the tables, which updates fused ones, and average replicas."""
@@ -323,46 +283,44 @@ class SparseDistTasks:
 
     def finalize_gradients(self, ctx: IterContext) -> None:
         """Wait for DDP's reductions, then call the user's ``finalize``, which may communicate."""
-        self.reduction.finish()
-        if ctx.training and self._accumulation.ends(ctx.iter_idx):
-            self._finalize()
+        self.gradients.reduction.finish()
+        if ctx.training and self.gradients.ends(ctx.iter_idx):
+            self.gradients.finalize()
 
     def optimizer_step(self, ctx: IterContext) -> None:
         """Update the parameters."""
         if not ctx.training:
-            self._accumulation.skip()
-        elif self._accumulation.ends(ctx.iter_idx):
-            self._calls["optimizer_step"]()
+            self.gradients.skip()
+        elif self.gradients.ends(ctx.iter_idx):
+            self.functions["optimizer_step"]()
 
     def watch(self, ctx: IterContext) -> None:
         """Call the watchdog."""
-        self._calls["watch"]()
+        self.functions["watch"]()
 
     def _use(self, ctx: IterContext) -> None:
         if self.options.forward != "own":
             self.rewrite.use(ctx.pipeline, ctx.iter_idx)
+        # Asked here, since each call costs host time in every step.
         if self.step.accumulate > 1:
-            self._accumulation.set_reduction(ctx.iter_idx, trains=self.trains())
+            self.gradients.set_reduction(ctx.iter_idx, trains=self.trains())
 
     def _run_model(self, ctx: IterContext) -> None:
         # Kept in the context: the mode may change while the batch is in flight.
         ctx.training = self.trains()
         self._use(ctx)
         run = self.step.forward or self.model
-        own = self.options.forward == "own"
-        postprocs = self.rewrite.postprocs
+        rewrite = self.rewrite
+        watches = bool(rewrite.postprocs)
         try:
-            if postprocs:
-                with self.rewrite.watching(ctx.pipeline, ctx.iter_idx):
-                    result = run(ctx.batch)
-            else:
+            with rewrite.watching(ctx.pipeline, ctx.iter_idx) if watches else nullcontext():
                 result = run(ctx.batch)
         finally:
             # The inputs keep ids alive that only the forward needed, also if the forward failed.
-            if not own:
+            if self.options.forward != "own":
                 ctx.pipeline.inputs.clear()
-            if postprocs:
-                self.rewrite.done()
+            if watches:
+                rewrite.done()
         if self.options.memory:
             # No later task uses the batch, and its memory is wanted.
             ctx.batch = None
@@ -374,22 +332,13 @@ class SparseDistTasks:
             )
         ctx.losses, ctx.output = result
 
-    def _finalize(self) -> None:
-        if self.step.finalize is not None:
-            self.step.finalize(self.model)
-            return
-        for wrapper in self._megatrons:
-            wrapper.finish_grad_sync()
-
     # ----------------------------------------------------------------------- the tasks as a list
 
-    def parts(self) -> dict[str, tuple[TaskFn, ...]]:
+    def parts(self) -> Mapping[str, Sequence[str]]:
         """Return the tasks in serial order, each with the methods that it calls in this order."""
-        grouped = self.options.grouped or self._eleven()
-        return {name: tuple(getattr(self, p) for p in parts) for name, parts in grouped.items()}
-
-    def _eleven(self) -> dict[str, Sequence[str]]:
-        """Return the eleven or twelve tasks with the names of their methods."""
+        if self.options.grouped:
+            return self.options.grouped
+        # The part that clears gradients belongs to one of three tasks.
         zero = {self.options.zero_grad or names.DENSE_BACK: ["zero_grad"]}
         # Tokens are counted before the forward, since the loss needs their sum over all ranks.
         counts = {names.DENSE if self.rewrite.looks_up_ahead else names.EMBED: ["count_tokens"]}
@@ -413,67 +362,40 @@ class SparseDistTasks:
             names.STEP: ["optimizer_step", *zero.get(names.STEP, ()), "watch"],
         }  # fmt: skip
 
-    def task_of(self, part: TaskFn) -> str:
+    def task_of(self, part: str) -> str:
         """Return the name of the task that calls a method."""
         return next(name for name, parts in self.parts().items() if part in parts)
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         """Return the tasks in serial order."""
-        return tuple(self._task(name, parts) for name, parts in self.parts().items())
+        known = parts_of_step(self)
+        return tuple(
+            self._task(name, {part: known.get(part, PartUse()) for part in parts})
+            for name, parts in self.parts().items()
+        )
 
-    def _task(self, name: str, parts: tuple[TaskFn, ...]) -> PipelineTask:
-        used = used_states(self)
-        modes = States()
-        idle = self._idle()
-        for part in parts:
-            for state, mode in used.get(part.__name__, {}).items():
+    def _task(self, name: str, parts: Mapping[str, PartUse]) -> PipelineTask:
+        modes: dict[str, Any] = {}
+        for part in parts.values():
+            for state, mode in part.states.items():
                 # A state that one part reads and another writes is declared as read and written.
                 modes[state] = mode if modes.get(state, mode) == mode else "rw"
         # A shortcut restores gradients, except those of the optimizer's task, which has used them.
         states = [
             Gradients(self).declared(mode)
-            if state == "gradients" and self.optimizer_step not in parts
+            if state == "gradients" and "optimizer_step" not in parts
             else declared(self, state, mode)
             for state, mode in modes.items()
         ]
-        # The user's functions may touch anything, so a task that calls one is not declared pure.
-        unknown = (self.step.on_losses, self.postprocess_loss), (self._calls["watch"], self.watch)
-        draws = (self.postprocess_input, self.embedding_forward, self.dense_forward)
-        # Parts that would do nothing are not called, which saves host time. The states that the
-        # task declares do not depend on that.
-        live = tuple(part for part in parts if part.__name__ not in idle)
-        prefetched = () if self.prefetched is None else self.prefetched.io(parts)
+        pinned = () if self.prefetched is None else self.prefetched.io(parts)
         return PipelineTask(
             name,
-            _in_turn(live),
-            [*states, *prefetched],
-            random=self.options.random and any(part in draws for part in parts),
-            pure=not (states or any(asked and part in parts for asked, part in unknown)),
+            # Parts that would do nothing are not called, which saves host time.
+            in_turn([getattr(self, method) for method, part in parts.items() if part.works]),
+            [*states, *pinned],
+            random=self.options.random and any(part.draws for part in parts.values()),
+            pure=not (states or any(part.undeclared for part in parts.values())),
         )
-
-    def _idle(self) -> list[str]:
-        """Return the names of the methods that would do nothing with these options."""
-        kind = self.options.forward
-        shuffles = self.options.shuffler is not None
-        replaced = {"start_input_dist", "wait_input_dist"} & self.options.functions.keys()
-        exchanges = kind != "own" or bool(replaced)
-        fills = kind not in ("own", "pipelined") or (kind != "own" and bool(self.options.memory))
-        late = kind == "split" or self.step.finalize is not None
-        pins = self.prefetched is not None
-        works = {
-            "start_shuffle": shuffles,
-            "finish_shuffle": shuffles,
-            "postprocess_input": kind != "own",
-            "start_input_dist": exchanges,
-            "wait_input_dist": exchanges,
-            "prefetch": fills or pins,
-            "count_tokens": self.step.per_token is not None,
-            "watch": self._calls["watch"] is not None,
-            "dense_forward": self.rewrite.looks_up_ahead,
-            "embedding_backward": kind == "split" or self.replicates or pins,
-            "finalize_gradients": late or self._megatrons,
-        }
-        return [part for part, work in works.items() if not work]
 
     # ------------------------------------------------------------------------ between two batches
 
@@ -486,13 +408,9 @@ class SparseDistTasks:
 
         ``next_iteration`` is the number of the next batch. No batch may be in flight. A collective.
         """
-        if self._accumulation.take_rest(next_iteration):
-            self._finalize()
-            self._calls["optimizer_step"]()
-
-    def accumulated(self, next_iteration: int) -> int:
-        """Return how many batches have added to gradients that wait for their optimizer step."""
-        return self._accumulation.rest(next_iteration)
+        if self.gradients.take_rest(next_iteration):
+            self.gradients.finalize()
+            self.functions["optimizer_step"]()
 
     def state_dict(self) -> dict[str, list[float]]:
         """Return the learning rates handed to the tables, which no optimizer's state has."""
@@ -509,4 +427,4 @@ class SparseDistTasks:
         # Absent where each look-up uses the optimizer's current rate.
         if "rates" in state:
             set_rates(self.rewrite.sharded.values(), state["rates"])
-        self._accumulation.restart(state["next_iteration"])
+        self.gradients.restart(state["next_iteration"])

@@ -1,20 +1,22 @@
-"""The states outside of the batch's context that each part of a step uses, by method name.
+"""The parts of a step: the states that each uses outside of the batch's context.
 
-A task declares the states of its parts. A shortcut restores gradients; the other states keep the
-values of the last run. In this module, ``tasks`` is always a ``SparseDistTasks``.
+A part is a method of ``SparseDistTasks``. A task calls one or several, and declares the states of
+all of them. A shortcut restores gradients; the other states keep the values of the last run. In
+this module, ``tasks`` is always a ``SparseDistTasks``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from swpipe.core.task import DeclaredIO, Mode, Others
-from swpipe.values import modules_in
+from swpipe.tasks.torchrec.embedding_tables.table_state import table_parts
 
-States: TypeAlias = dict[str, Mode]
+States: TypeAlias = Mapping[str, Mode]
 """State to its mode of use."""
 
 OTHERS: Mapping[str, Others] = {
@@ -29,47 +31,82 @@ its own batch. Changing tables or postprocs while batches are in flight is refus
 """
 
 
-def used_states(tasks: Any) -> dict[str, States]:
-    """Return the states that each part uses, keyed by the name of its method."""
+class PartUse(NamedTuple):
+    """What is known of a method of ``SparseDistTasks`` that a task calls.
+
+    Attributes:
+        states: The states that it uses, whether or not it works.
+        works: Whether it does anything under the options of the step.
+        draws: Whether it draws random numbers if the model does.
+        undeclared: Whether it calls a function of the user, which may touch anything.
+    """
+
+    states: States = MappingProxyType({})
+    works: object = True
+    draws: bool = False
+    undeclared: bool = False
+
+
+def parts_of_step(tasks: Any) -> dict[str, PartUse]:
+    """Return the parts of a step under its options, keyed by the name of the method."""
+    options = tasks.options
+    kind = options.forward
+    own = kind == "own"
     split = tasks.rewrite.looks_up_ahead
-    shuffles = tasks.options.shuffler is not None
-    late = bool(tasks.rewrite.late) or tasks.options.forward == "ahead"
-    hands_over = bool(tasks.fused) and tasks.options.zero_grad is not None
+    shuffles = options.shuffler is not None
+    # An override of a subclass is called also where nothing is exchanged.
+    replaced = {"start_input_dist", "wait_input_dist"} & options.functions.keys()
+    exchanges = replaced or not own
+    pins = tasks.prefetched is not None
+    fills = kind not in ("own", "pipelined") or (options.memory and not own)
+    late = bool(tasks.rewrite.late) or kind == "ahead"
+    hands_over = bool(tasks.fused) and options.zero_grad is not None
+    finalizes = kind == "split" or tasks.step.finalize or tasks.gradients.megatrons
+    watches = tasks.functions["watch"] is not None
     dense: States = {"dense": "r", "buffers": "rw"}
     tables: States = {"tables": "rw", "optimizer": "r"}
     looked_up: States = {"tables": "r", "table cache": "rw"}
     if tasks.fused:
-        looked_up["optimizer"] = "r"
+        looked_up = {**looked_up, "optimizer": "r"}
     # The backward uses the gradients and the states that the forward has used.
     backward: States = {"gradients": "rw", "optimizer": "r", "dense": "r", "buffers": "rw"}
     # The replaced forwards use the context of one batch; each task that runs them sets it.
-    forwards: States = {"current batch": "rw"}
+    forward: States = {"current batch": "rw"}
     # The rows that each batch has pinned in the tables' cache; a queue keeps the batches' order.
     embedding_backward: States = {"pinned rows": "rw"}
     if split or tasks.replicates:
         embedding_backward = tables
     if split and tasks.tables_in_step:
         embedding_backward = {**tables, "gradients": "rw"}
+    embedding_forward = looked_up if split else {**looked_up, **dense}
+    dense_forward: States = {}
+    if split:
+        dense_forward = {**dense, **looked_up} if late else dense
     step: States = {"gradients": "rw", "dense": "rw", "optimizer": "rw"}
+    # A state is declared unless the user's on_losses is called, since the engine watches pure
+    # tasks, which costs host time.
+    asks = tasks.step.on_losses is not None
     return {
-        "start_shuffle": {"shuffler": "rw"} if shuffles else {},
+        "start_shuffle": PartUse({"shuffler": "rw"} if shuffles else {}, shuffles),
         # The ticket has all that finish needs, so other batches may be started before it: the two
         # parts share no state.
-        "finish_shuffle": {"shuffled rows": "rw"} if shuffles else {},
-        "postprocess_input": {"postproc": "rw"},
-        "start_input_dist": {"exchange of sizes": "rw"},
-        "wait_input_dist": {"exchange of ids": "rw"},
-        "prefetch": {"table cache": "rw"},
-        "embedding_forward": forwards | (looked_up if split else looked_up | dense),
-        "dense_forward": forwards | (dense | (looked_up if late else {}) if split else {}),
-        # A state is declared unless the user's on_losses is called, since the engine watches pure
-        # tasks, which costs host time.
-        "postprocess_loss": {} if tasks.step.on_losses is not None else {"loss": "rw"},
-        "zero_grad": {"gradients": "rw", **({"optimizer": "rw"} if hands_over else {})},
-        "dense_backward": backward if split and not late else backward | tables,
-        "embedding_backward": embedding_backward,
-        "finalize_gradients": {"gradients": "rw"},
-        "optimizer_step": step | ({"tables": "rw"} if tasks.tables_in_step else {}),
+        "finish_shuffle": PartUse({"shuffled rows": "rw"} if shuffles else {}, shuffles),
+        "postprocess_input": PartUse({"postproc": "rw"}, not own, draws=True),
+        "start_input_dist": PartUse({"exchange of sizes": "rw"}, exchanges),
+        "wait_input_dist": PartUse({"exchange of ids": "rw"}, exchanges),
+        "prefetch": PartUse({"table cache": "rw"}, fills or pins),
+        "count_tokens": PartUse(works=tasks.step.per_token is not None),
+        "embedding_forward": PartUse({**forward, **embedding_forward}, draws=True),
+        "dense_forward": PartUse({**forward, **dense_forward}, split, draws=True),
+        "postprocess_loss": PartUse({} if asks else {"loss": "rw"}, undeclared=asks),
+        "zero_grad": PartUse({"gradients": "rw", **({"optimizer": "rw"} if hands_over else {})}),
+        "dense_backward": PartUse(backward if split and not late else {**backward, **tables}),
+        "embedding_backward": PartUse(
+            embedding_backward, kind == "split" or tasks.replicates or pins
+        ),
+        "finalize_gradients": PartUse({"gradients": "rw"}, finalizes),
+        "optimizer_step": PartUse({**step, "tables": "rw"} if tasks.tables_in_step else step),
+        "watch": PartUse(works=watches, undeclared=watches),
     }
 
 
@@ -85,12 +122,13 @@ def declared(tasks: Any, state: str, mode: Mode) -> DeclaredIO:
 
 def _rows(tasks: Any) -> Iterator[Tensor]:
     """Yield the tables and the tensors that locate their rows; fbgemm's backward writes both."""
-    for module in tasks.rewrite.sharded.values():
+    sharded = tasks.rewrite.sharded.values()
+    for module in sharded:
         yield from module.parameters()
-        for part in modules_in(module):
-            for name in ("weights_offsets", "weights_placements"):
-                if isinstance(place := getattr(part, name, None), Tensor):
-                    yield place
+    for part in table_parts(sharded):
+        for name in ("weights_offsets", "weights_placements"):
+            if isinstance(place := getattr(part, name, None), Tensor):
+                yield place
 
 
 class Gradients:
@@ -104,7 +142,7 @@ class Gradients:
         return DeclaredIO(self._get, self._set, "gradients", mode)
 
     def _get(self) -> tuple[list[Tensor | None], list[Tensor]]:
-        self._tasks.reduction.finish()
+        self._tasks.gradients.reduction.finish()
         # Copies, since a gradient is often a view of a bucket, to which the next backward writes.
         parameters = self._tasks.step.parameters()
         own = [None if p.grad is None else p.grad.detach().clone() for p in parameters]

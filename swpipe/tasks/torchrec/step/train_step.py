@@ -68,8 +68,9 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         # The dataclass is frozen, so the normalised values are set around it.
-        one = isinstance(self.optimizers, torch.optim.Optimizer)
-        object.__setattr__(self, "optimizers", (self.optimizers,) if one else (*self.optimizers,))
+        alone = isinstance(self.optimizers, torch.optim.Optimizer)
+        optimizers = (self.optimizers,) if alone else (*self.optimizers,)
+        object.__setattr__(self, "optimizers", optimizers)
         object.__setattr__(self, "schedules", tuple(self.schedules))
         if not self.optimizers:
             raise ValueError("a TrainStep without an optimizer trains nothing: give one")
@@ -81,13 +82,14 @@ class TrainStep:
 
     def fused(self) -> list[Any]:
         """Return the optimizers that are fused into tables, including those inside wrappers."""
-        return [one for optimizer in self.optimizers for one in _fused(optimizer)]
+        inner = (part for optimizer in self.optimizers for part in innermost(optimizer))
+        return [optimizer for optimizer in inner if isinstance(optimizer, FusedOptimizer)]
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizers update: no tables with a fused optimizer."""
         # Two optimizers, or a wrapper and its inner optimizer, may list a parameter twice. It must
         # be clipped once.
-        fused = {id(parameter) for one in self.fused() for parameter in _parameters(one)}
+        fused = {id(parameter) for inner in self.fused() for parameter in _parameters(inner)}
         unique = {
             id(parameter): parameter
             for optimizer in self.optimizers
@@ -150,14 +152,17 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _fused(optimizer: Any) -> Iterator[Any]:
+def innermost(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers within TorchRec's wrappers, those that are fused into tables as well."""
     if isinstance(optimizer, FusedOptimizer):
         yield optimizer
     elif hasattr(optimizer, "optimizers"):  # TorchRec's CombinedOptimizer: (key, optimizer)
-        for _, one in optimizer.optimizers:
-            yield from _fused(one)
+        for _, inner in optimizer.optimizers:
+            yield from innermost(inner)
     elif hasattr(optimizer, "_optimizer"):  # TorchRec's wrappers: warm-up, clipping
-        yield from _fused(optimizer._optimizer)
+        yield from innermost(optimizer._optimizer)
+    else:
+        yield optimizer
 
 
 def by_gradient(parameter: Tensor) -> bool:
