@@ -253,8 +253,9 @@ def measure(plan: PipelinePlan, *, pipelined: bool, profiles: int, rounds: int =
             state = [job.table, job.mlp, job.optimizer]
             result = TaskProfiler(pipe, state=state).profile(0, pipelined=pipelined)
             for name in NAMES:
-                both = (result.raw_s[name], result.spread_s[name])
-                total.profiles.setdefault(name, []).append(both)
+                if exposed := result.exposed(name):
+                    both = (exposed.value_s, exposed.spread_s)
+                    total.profiles.setdefault(name, []).append(both)
             for _ in range(rounds):
                 found = true_round(job, pipe, pipelined=pipelined, rng=rng)
                 total.step_s += found.step_s

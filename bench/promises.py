@@ -102,7 +102,7 @@ def kept(name: str, cache: Path) -> Kept:
         if found.cannot_tell or not advice:
             return Kept(TOO_BUSY if found.cannot_tell else found.next_step[:60], step)
         gain = gained(loop, found.plan, advice[0].plan)
-        return Kept("", step, Estimate(advice[0].saved_s, advice[0].spread_s), gain)
+        return Kept("", step, advice[0].saved, gain)
 
 
 def gained(loop: Loop, now: PipelinePlan, then: PipelinePlan) -> Estimate:

@@ -197,7 +197,7 @@ def judged(case: Case, name: str, step_ms: float, found: StepReport, took_s: flo
         if case.saves is not None:
             advice = found.changes[0].advice
             off_ms = abs(1e3 * advice.saved_s - case.saves)
-            contains &= off_ms <= 1e3 * advice.spread_s + _SAVED_APART * case.saves
+            contains &= off_ms <= 1e3 * advice.saved.spread_s + _SAVED_APART * case.saves
     said = f"{found.verdict.bound}, {step.text} ms: {found.next_step[:48]}{promised}"
     return Found(name, step_ms, truth, said, right, contains, took_s)
 

@@ -156,12 +156,17 @@ def profile(
     serially: Annotated[
         bool, typer.Option("--serially", help="Measure the plain loop instead of the plan.")
     ] = False,
-    batches: Annotated[int, options.count("Batches to show side by side.", 100)] = 1,
+    batches: Annotated[
+        int | None,
+        options.count("Batches to show side by side; none: a sample of all.", 100),
+    ] = None,
     rounds: Annotated[int, options.count("Visits to each task.", least=2)] = ROUNDS,
     seconds: Annotated[
         float | None,
         typer.Option(
-            min=0.1, metavar="S", help="Measure for so long on each batch, instead of --rounds."
+            min=0.1,
+            metavar="S",
+            help="Measure for so long (on each of --batches), instead of --rounds.",
         ),
     ] = None,
     output: Annotated[Path | None, options.file("OUT.json", "Write the figures as JSON.")] = None,
@@ -306,9 +311,9 @@ def diff(
     except ValueError as error:
         raise UserError(f"diff: {error}") from error
     for path, results in zip((before, after), profiles, strict=True):
-        loads = [each.other_load for each in results if each.other_load is not None]
-        for load in [load for load in loads if load.is_busy][:1]:
-            echo(f"{plain(str(path))}: {load.text}")
+        clauses = (each.measurement.disturbance for each in results)
+        for clause in [clause for clause in clauses if clause][:1]:
+            echo(f"{plain(str(path))}: {clause}")
     echo("\n\n".join(map(str, changes)))
     # The exit code lets a script or CI test for a regression.
     if any(each.iteration.verdict == "longer" for each in changes):
@@ -457,18 +462,34 @@ def draw(recorded: Trace, what: str, path: Path) -> None:
 def profile_job(
     opened: Opened,
     plan: PipelinePlan,
-    batches: int,
+    batches: int | None,
     rounds: int,
     pipelined: bool,
-    **until: Any,
+    *,
+    seconds: float | None = None,
+    target_spread_ms: float | None = None,
 ) -> ProfileResults:
     """Measure the tasks of a job under a plan, or in a plain loop.
 
-    ``until`` is a limit in seconds or a spread; see ``TaskProfiler.profile_many``.
+    Args:
+        opened: The job.
+        plan: The plan.
+        batches: The number of batches that are measured one by one; None to measure the loop, on a
+            sample of its batches.
+        rounds: The number of visits to each task, unless one of the next two is given.
+        pipelined: Whether iterations run under the plan.
+        seconds: See ``TaskProfiler.profile_many``; of the loop, the time for all of it.
+        target_spread_ms: See ``TaskProfiler.profile_many``.
     """
     with opened.pipeline(plan) as pipe:
-        return TaskProfiler(pipe, loader=opened.loader).profile_many(
-            opened.take(batches), num_rounds=rounds, pipelined=pipelined, verbose=True, **until
+        profiler = TaskProfiler(pipe, loader=opened.loader)
+        about: Any = {"pipelined": pipelined, "verbose": True, "seconds": seconds}
+        if batches is None:
+            sample = opened.measured()
+            within = None if seconds else rounds
+            return ProfileResults([profiler.profile_loop(sample, num_rounds=within, **about)])
+        return profiler.profile_many(
+            opened.take(batches), num_rounds=rounds, target_spread_ms=target_spread_ms, **about
         )
 
 

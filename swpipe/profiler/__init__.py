@@ -6,29 +6,38 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.task_memory import Block, TaskMemory
 from swpipe.profiler.costing import measure_costs, with_resources
 from swpipe.profiler.diff import ProfileDiff, TimeChange
-from swpipe.profiler.figures import Advice
+from swpipe.profiler.figures import (
+    Advice,
+    IterationTimes,
+    Measurement,
+    RankTimes,
+    TaskFigures,
+)
+from swpipe.profiler.host import ThreadTimes
 from swpipe.profiler.memory_use import measure_memory
 from swpipe.profiler.profiler import TaskProfiler, pipeline_breakdown
-from swpipe.profiler.rank_differences import RankDifferences, gather_differences
+from swpipe.profiler.rank_differences import RankDifferences
 from swpipe.profiler.result import ProfileResult, ProfileResults
-from swpipe.profiler.trial import try_plans
 
 __all__ = [
     "Advice",
     "Block",
     "CostModel",
+    "IterationTimes",
+    "Measurement",
     "ProfileDiff",
     "ProfileResult",
     "ProfileResults",
     "RankDifferences",
+    "RankTimes",
     "TaskCost",
+    "TaskFigures",
     "TaskMemory",
     "TaskProfiler",
+    "ThreadTimes",
     "TimeChange",
-    "gather_differences",
     "measure_costs",
     "measure_memory",
     "pipeline_breakdown",
-    "try_plans",
     "with_resources",
 ]

@@ -21,9 +21,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from swpipe._distributed.shared_cores import cores, ranks_on_machine
+from swpipe.analysis import verify
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import (
     Effects,
@@ -34,14 +35,14 @@ from swpipe.core.effects import (
 )
 from swpipe.core.messages import counted, listed
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan, TaskSchedule
-from swpipe.core.task import PipelineTask
 from swpipe.errors import PlanError
+from swpipe.pipeline import SWPipeline
+from swpipe.planning import Limits, auto_plan, simulate
+from swpipe.planning.modulo.auto import shared_with_body
+from swpipe.planning.simulation.interval import Limit
 from swpipe.profiler.figures import Advice, Figures
-from swpipe.profiler.spread import Estimate, ms, short_ms, within
+from swpipe.profiler.spread import Estimate, short_ms
 from swpipe.program import OWN
-
-if TYPE_CHECKING:
-    from swpipe.planning.simulation.interval import Limit
 
 MOST = 3
 """The maximum number of changes that are advised."""
@@ -69,40 +70,25 @@ MOST_AHEAD = 16
 """The maximum number of iterations in flight beyond those of the planner's plan."""
 
 _FEW = 4  # the most tasks that are listed by name
-_MOST_PLACES = 2  # the most destinations that are described one by one
 
 _NO_DEPENDENCES = (
     "the plan declares no dependences between iterations; record the loop to find them"
 )
 
 
-class LoopFacts(NamedTuple):
-    """The facts about a loop that its profile does not contain.
-
-    Attributes:
-        tasks: The tasks in serial order.
-        plan: The plan that was measured. For a serial measurement, the plan with the dependences.
-        costs: The costs of all tasks, including those not in the profile.
-        streams: Whether the device has streams.
-        cpu_s: CPU time of an iteration on the tasks' threads.
-        loader: The locations that the loader's calls may touch, if they were measured.
-    """
-
-    tasks: Sequence[PipelineTask]
-    plan: PipelinePlan
-    costs: CostModel
-    streams: bool
-    cpu_s: float
-    loader: Effects | None = None
-
-
-def advise(result: Figures, loop: LoopFacts) -> tuple[Advice, ...]:
+def advise(result: Figures, pipe: SWPipeline[Any], loader: Effects | None) -> tuple[Advice, ...]:
     """Return the changes that promise most; another plan comes first, as it needs no new code.
 
     There are none if the plan is too large to be simulated.
+
+    Args:
+        result: The profile.
+        pipe: The pipeline that was profiled. If iterations ran serially, its plan has the
+            dependences.
+        loader: The locations that the loader's calls may touch, if they were measured.
     """
     try:
-        return tuple(_Advisor(result, loop).changes())[:MOST]
+        return tuple(_Advisor(result, pipe, loader).changes())[:MOST]
     except PlanError:
         return ()
 
@@ -122,13 +108,16 @@ class _Advisor:
         PlanError: The plan is too large.
     """
 
-    def __init__(self, result: Figures, loop: LoopFacts) -> None:
+    def __init__(self, result: Figures, pipe: SWPipeline[Any], loader: Effects | None) -> None:
         self._result = result
-        self._loop = loop
-        self.plan = loop.plan if result.mode == "pipelined" else _in_one_stage(loop.plan)
+        self._costs = result.costs
+        self._cpu_s = sum(task.thread.cpu_s for task in result.tasks.values())
+        self._streams = pipe.device.has_streams
+        self._loader = loader or Effects()
+        self.plan = pipe.plan if result.mode == "pipelined" else _in_one_stage(pipe.plan)
         self.now_us, _ = self._predict(self.plan)
-        self.declared = declared_effects(loop.tasks)
-        unknown = unknown_beside(loop.tasks)
+        self.declared = declared_effects(pipe.tasks)
+        unknown = unknown_beside(pipe.tasks)
         self.effects = with_the_others(self.declared, unknown, apart=True, body=True)
         self.why_not: dict[str, str] = {}
 
@@ -144,29 +133,29 @@ class _Advisor:
             named.add(advice.task)
             yield advice
         # Tasks that the plan moves are skipped: their exposed times hold for the present plan only.
-        halved = {task: self._half(task) for task in result.own_s}
-        for task in sorted(halved, key=lambda task: -halved[task].value_s):
-            least_s = max(LEAST * result.baseline_s, LEAST_SHARE * result.host_s[task] / 2)
-            # Only the certain saving counts here, which is half of what the task's removal saves.
-            is_known = result.own_s[task] > max(result.spread_s[task], 2 * least_s)
-            if is_known and task not in named:
+        halves = {task: self._half(task) for task in result.own_s if task not in named}
+        for task, saved in sorted(halves.items(), key=lambda item: -item[1].value_s):
+            if saved.value_s:
                 words = f"make {'the loader' if task == PULL else task} take half as long"
-                why_not = self.why_not.get(task, "")
-                yield Advice(words, task, *halved[task], not_moved=why_not)
+                yield Advice(words, task, saved, not_moved=self.why_not.get(task, ""))
 
     def _half(self, task: str) -> Estimate:
-        """Return how much shorter an iteration is if a task takes half as long."""
+        """Return how much shorter an iteration is if a task takes half as long; 0 if unknown."""
         result = self._result
-        own_s = self._result.own_s[task]
-        if not own_s:
+        own_s = result.own_s[task]
+        exposed = result.exposed(task)
+        least_s = max(LEAST * result.baseline_s, LEAST_SHARE * result.host_s[task] / 2)
+        # Only the certain saving counts here, which is half of what the task's removal saves.
+        if exposed is None or own_s <= max(exposed.spread_s, 2 * least_s):
             return Estimate(0.0, 0.0)
-        costs = self._loop.costs.with_scaled({task: 0.5})
-        then_us, _ = self._predict(self.plan, costs, self._loop.cpu_s - result.cpu_s(task) / 2)
+        costs = self._costs.with_scaled({task: 0.5})
+        cpu_s = self._cpu_s - result.tasks[task].thread.cpu_s / 2
+        then_us, _ = self._predict(self.plan, costs, cpu_s)
         # The simulated saving is limited to the range that convexity guarantees.
         then_s = self._at_least(then_us)
         saved_s = min(own_s, max(own_s / 2, result.baseline_s - then_s))
         guessed_s = ERROR * (saved_s - own_s / 2)  # only half of the saving is certain
-        return Estimate(saved_s, result.spread_s[task] * saved_s / own_s + guessed_s)
+        return Estimate(saved_s, exposed.spread_s * saved_s / own_s + guessed_s)
 
     def _at_least(self, then_us: float) -> float:
         """Return a simulated iteration in seconds, limited by the loader's pace.
@@ -190,20 +179,21 @@ class _Advisor:
         least_s = LEAST * result.baseline_s
         if result.limited_by_loader and (saved_s := waits.value_s - pace.start_s) > least_s:
             rest_s = result.baseline_s - waits.value_s
-            # The loader only needs to be as fast as the rest of the step.
-            more = pace.workers_for(max(rest_s, least_s))
             words = f"make a batch in {short_ms(rest_s)} ms instead of {short_ms(pace.rate_s)}"
             if pace.workers:
+                # The loader only needs to be as fast as the rest of the step.
+                more = math.ceil(pace.workers * pace.rate_s / max(rest_s, least_s))
                 words += f": {more} workers instead of {pace.workers}, or less work for each batch"
                 if more > cores():
                     words += f" ({counted(cores(), 'core')} here)"
-            yield Advice(words, PULL, saved_s, waits.spread_s, "the rest of the step")
+            saved = Estimate(saved_s, waits.spread_s)
+            yield Advice(words, PULL, saved, limit="the rest of the step")
         # The start of a pass counts even if the loader is fast enough otherwise.
         if pace.start_s > least_s:
             words = "make the start of a pass of the loader take less time"
             if pace.starts_workers:
                 words = "keep the loader's workers: DataLoader(persistent_workers=True)"
-            yield Advice(words, PULL, pace.start_s, ERROR * pace.start_s)
+            yield Advice(words, PULL, Estimate(pace.start_s, ERROR * pace.start_s))
 
     # ------------------------------------------------------------------------------ other plans
 
@@ -226,14 +216,13 @@ class _Advisor:
             if promise.value_s > max(promise.spread_s, least_s):
                 if best is None or promise.value_s > MORE * best.saved_s:
                     words = _words(moved, other, plan)
-                    if PULL in moved and (self._loop.loader or Effects()).undeclared:
+                    if PULL in moved and self._loader.undeclared:
                         words += ", if it uses nothing that the loop changes"
                     task = max(moved, key=lambda name: result.exposed_s.get(name, 0.0), default="")
-                    best = Advice(words, task, *promise, limit, plan=replace(other, tasks=()))
+                    best = Advice(words, task, promise, limit=limit, plan=replace(other, tasks=()))
                     best_moved = moved
             elif promise.value_s > least_s:
-                might = f"{ms(promise.value_s)}{within(promise.spread_s, ms)}"
-                self._stays(f"it might save {might} ms, and may save nothing")
+                self._stays(f"it might save {promise.exact} ms, and may save nothing")
             else:
                 self._stays(f"iterations would be limited by {limit}")
         # If another plan is advised, the reasons that held for rejected plans are obsolete.
@@ -249,8 +238,6 @@ class _Advisor:
 
     def _with_the_body(self) -> dict[str, str]:
         """Return the reasons why tasks stay with the loop's body."""
-        from swpipe.planning.modulo.auto import shared_with_body
-
         why_not = {}
         for name, places in shared_with_body(conflicts(self.effects)).items():
             states = listed(sorted(map(str, places)))
@@ -268,7 +255,7 @@ class _Advisor:
         yield from plans
         # Only with costs of each iteration can the simulator see that more iterations in flight
         # help.
-        if self._loop.costs.iterations:
+        if self._costs.iterations:
             if self.plan.max_stage or self.plan.pull_group is not None:
                 plans.insert(0, self.plan)
             ahead = 1
@@ -278,27 +265,23 @@ class _Advisor:
 
     def _overlapping(self) -> Iterator[PipelinePlan]:
         """Yield plans with as many iterations in flight as the mean costs need."""
-        from swpipe.planning import Limits, auto_plan
-
         plan = self.plan
-        loop = self._loop
-        result = self._result
         # Calling the loader on a thread of its own is the simplest change: it needs no dependences.
-        if PULL in loop.costs.tasks and plan.pull_group is None:
+        if PULL in self._costs.tasks and plan.pull_group is None:
             depth = None if plan.pipeline_depth is None else plan.pipeline_depth + 1
             group = "loader" if "loader" not in plan.thread_groups else "loader_thread"
             yield replace(plan, pull_group=group, pipeline_depth=depth)
         if not plan.cross_iter_deps:
             return
-        about: Any = {"streams": loop.streams, "effects": self.effects, "effort": EFFORT}
+        about: Any = {"streams": self._streams, "effects": self.effects, "effort": EFFORT}
         threads = max(2, min(4, cores()), plan.threads)
-        may_have = {name: result.workers(name) for name in result.host_s}
+        may_have = {name: task.most_workers for name, task in self._result.tasks.items()}
         stay: Sequence[str] = ()
         # Plans with one worker per task come first, as they are simpler.
         for workers in sorted({1, *may_have.values()}):
             limits = Limits(threads=threads, workers=workers, frozen=stay)
             try:
-                best = auto_plan(plan, loop.costs, limits=limits, **about).plan
+                best = auto_plan(plan, self._costs, limits=limits, **about).plan
             except PlanError as error:
                 self._stays(error.problems[0].text)
                 return
@@ -321,8 +304,6 @@ class _Advisor:
 
         The result must be as fast.
         """
-        from swpipe.analysis import verify
-
         most_us = (1 + LEAST) * self._predict(best)[0]
         least = best
         # Groups are interchangeable for the planner. Swapping one with the caller's thread gives
@@ -336,7 +317,7 @@ class _Advisor:
             other = replace(best, schedule=schedule)
             if len(_moved(self.plan, other)) < len(_moved(self.plan, least)):
                 with suppress(PlanError):  # undeclared tasks stay with the loop's body
-                    verify(other, effects=self.effects, streams=self._loop.streams)
+                    verify(other, effects=self.effects, streams=self._streams)
                     least = other if self._predict(other)[0] <= most_us else least
         return least
 
@@ -347,7 +328,7 @@ class _Advisor:
         # Together the moved tasks save at most the sum of their exposed times. This is exact if no
         # task hides another.
         most_s = sum(max(0.0, exposed.value_s) for exposed in each)
-        error_s = max(result.baseline_spread_s, math.hypot(*(of.spread_s for of in each)))
+        error_s = max(result.step.spread_s, math.hypot(*(of.spread_s for of in each)))
         then_s = self._at_least(then_us)
         return Estimate(min(result.baseline_s - then_s, most_s), error_s + ERROR * then_s)
 
@@ -359,11 +340,8 @@ class _Advisor:
         Raises:
             PlanError: The plan cannot run, or is too large.
         """
-        from swpipe.planning import simulate
-
-        loop = self._loop
-        simulated = simulate(plan, costs or loop.costs, streams=loop.streams)
-        cpu_s = loop.cpu_s if cpu_s is None else cpu_s
+        simulated = simulate(plan, costs or self._costs, streams=self._streams)
+        cpu_s = self._cpu_s if cpu_s is None else cpu_s
         # The simulator knows threads but no cores: all ranks on the machine share them.
         cores_us = 1e6 * ranks_on_machine() * cpu_s / cores()
         if cores_us > simulated.ii_us:
@@ -429,25 +407,18 @@ def _words(moved: Sequence[str], best: PipelinePlan, plan: PipelinePlan) -> str:
     for name in moved:
         if name != PULL:
             places[best.schedule[name].thread_group, _ahead(best, name)].append(name)
-    said = ["call the loader on a thread of its own"] if PULL in moved else []
-    # Too many places for one sentence each, so only the number of threads is named.
-    if len(places) > _MOST_PLACES:
-        threads = counted(len({group for group, _ in places}), "thread")
-        furthest = counted(max(ahead for _, ahead in places), "iteration")
-        names = [name for some in places.values() for name in some]
-        said.append(f"run {listed(names, _FEW)} on {threads}, up to {furthest} ahead")
-        places.clear()
+    clauses = ["call the loader on a thread of its own"] if PULL in moved else []
     for (group, ahead), names in places.items():
         workers = best.schedule[names[0]].workers
+        its = "its" if len(names) == 1 else "their"
         where = f"thread {group!r}"
         if workers > 1:
-            where = f"{workers} threads of {'its' if len(names) == 1 else 'their'} own"
+            where = f"{workers} threads of {its} own"
         elif group not in known:
-            where = f"a thread of {'its' if len(names) == 1 else 'their'} own"
-        early = (
-            f", {'one iteration' if ahead == 1 else f'{ahead} iterations'} ahead" if ahead else ""
-        )
-        said.append(f"run {listed(names, _FEW)} on {where}{early}")
+            where = f"a thread of {its} own"
+        count = "one iteration" if ahead == 1 else f"{ahead} iterations"
+        early = f", {count} ahead" if ahead else ""
+        clauses.append(f"run {listed(names, _FEW)} on {where}{early}")
     if best.depth > best.least_depth:
-        said.append(f"have up to {best.depth} iterations in flight")
-    return "; ".join(said)
+        clauses.append(f"have up to {best.depth} iterations in flight")
+    return "; ".join(clauses)

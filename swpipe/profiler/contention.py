@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from swpipe.core.messages import listed
 from swpipe.pipeline import SWPipeline
+from swpipe.profiler.host import ThreadTimes
 from swpipe.profiler.measure import WindowTimer
 from swpipe.profiler.spread import short_ms
 from swpipe.profiler.thread_costs import GilContender
@@ -93,37 +94,33 @@ class Contention(NamedTuple):
 
 
 def contention(
-    pipe: SWPipeline[Any],
-    batches: Sequence[Any],
-    alone_s: Mapping[str, float],
-    alone_cpu_s: Mapping[str, float],
-    count: int,
+    pipe: SWPipeline[Any], batches: Sequence[Any], alone: Mapping[str, ThreadTimes]
 ) -> Contention:
     """Run a borrowed pipeline under its plan, and observe what its tasks wait for.
 
     Args:
         pipe: The pipeline, under the plan.
-        batches: The batches to run on, cyclically.
-        alone_s: Task to its time on its thread if nothing runs beside it.
-        alone_cpu_s: Task to its CPU time in the same situation.
-        count: The number of iterations.
+        batches: The batches to run on, each once.
+        alone: Task to its times if nothing runs beside it.
     """
+    count = len(batches)
     timer = WindowTimer(pipe, batches, None, 1, count, pipelined=True)
     # Two runs: the contender would change what the samples show, and the tasks' times.
     with _Looks() as looks:
-        beside = timer.passage(count).times
+        beside = timer.passage(count).tasks
     with GilContender() as contender:
         begin_s = time.perf_counter()
         timer.window()
         took_s = time.perf_counter() - begin_s
     longer_s = {
-        name: host_s - alone_s[name]
-        for name, host_s in beside.host_s.items()
-        if host_s > (1 + _LEAST) * alone_s.get(name, host_s)
+        name: thread.host_s - alone[name].host_s
+        for name, thread in beside.items()
+        if name in alone and thread.host_s > (1 + _LEAST) * alone[name].host_s
     }
+    beside_s, alone_s = (sum(of.cpu_s for of in tasks.values()) for tasks in (beside, alone))
     return Contention(
         longer_s,
-        (sum(beside.cpu_s.values()), sum(alone_cpu_s.values())),
+        (beside_s, alone_s),
         looks.switches / count,
         looks.in_futex,
         # Whatever the contender did not get, other threads held.

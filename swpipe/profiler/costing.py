@@ -32,7 +32,7 @@ neither can be determined, and device times are those of ``WindowTimer.passage``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ from swpipe.core.plan import PULL
 from swpipe.core.task import TaskRef, name_of
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline, borrowed, check_idle
-from swpipe.profiler.figures import table_us
+from swpipe.profiler.figures import TaskFigures
 from swpipe.profiler.host import HostObserver
 from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rounds import Counts
@@ -70,7 +70,6 @@ def measure_costs(
     *,
     lock: bool = True,
     state: Any = None,
-    copy: Callable[[Any], Any] | None = None,
     loader: Iterable[Any] | Pulls | None = None,
 ) -> CostModel:
     """Measure what each task of a pipeline costs, and restore all state afterwards.
@@ -85,7 +84,6 @@ def measure_costs(
             the rest. If False, ``gil_us`` is 0: the model assumes that Python threads do not
             compete for the interpreter lock.
         state: What to restore; see ``TaskProfiler``.
-        copy: A function that returns a copy of a batch, for tasks that modify it in place.
         loader: The object that training takes its batches from; see ``TaskProfiler``. The cost of
             its calls is measured too, as ``"<pull>"``. Their ``gil_us`` is the thread's CPU time,
             for a part of which Python may have released the lock.
@@ -107,8 +105,8 @@ def measure_costs(
     # This only validates the numbers.
     Counts(num_warmup, num_measure)
     check_idle(pipe, "measuring costs")
-    saved = trial_state(pipe, batches[0], state, copy)
-    timer = WindowTimer(pipe, batches, copy, num_warmup, num_measure, pipelined, pulls)
+    saved = trial_state(pipe, batches[0], state)
+    timer = WindowTimer(pipe, batches, None, num_warmup, num_measure, pipelined, pulls)
     with saved.trial(), borrowed(pipe):
         timer.window()  # not used: the first iterations allocate and compile
         if pulls is not None:
@@ -134,34 +132,26 @@ def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[
 
 def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
     loop = timer.passage(timer.whole_cycles(timer.measure))
-    times = loop.times
     # The loader is called outside of the tasks, where its lock time is not seen; ``inf`` leaves its
     # CPU time as the limit.
-    gil_s = {**_gil_s(timer), PULL: math.inf} if lock else {}  # PULL: see above
+    gil_s = {**_gil_s(timer), PULL: math.inf} if lock else {}
     blocking_s, exact_s = _while_behind(timer)
-    works_s = {name: [*each_s.values()] for name, each_s in loop.device_s.items()}
-    # Exact device times, where known, replace those that may include idle time.
-    device_s = {name: fmean(each_s) for name, each_s in works_s.items()} | exact_s
-    host_s = times.host_s
-    cpu_s = times.cpu_s
-    tables = {name: table_us(each_s, len(loop.steps_s)) for name, each_s in times.each_s.items()}
-    works = {name: table_us(each_s, len(loop.steps_s)) for name, each_s in works_s.items()}
-    # The host time of a task that blocks includes the device time of its own work, which the model
-    # counts separately.
-    for name, mean_s in blocking_s.items():  # subtract the wait for the task's own work
-        host_s[name] = max(0.0, mean_s - device_s.get(name, 0.0))
-    return {
-        name: TaskCost(
-            host_us=_US * mean_s,
-            gil_us=_US * min(mean_s, cpu_s[name], gil_s.get(name, 0.0)),
-            device_us=_US * device_s.get(name, 0.0),
-            blocks=name in blocking_s,
-            # The tables hold the times that the corrections above replaced, so they are left out.
-            host_each_us=() if name in blocking_s else tables[name],
-            device_each_us=() if name in exact_s else works.get(name, ()),
-        )
-        for name, mean_s in host_s.items()
-    }
+    works_s = loop.of_batch(None)
+    costs = {}
+    for name, thread in loop.tasks.items():
+        cost = TaskFigures(thread, works_s.get(name, ())).cost(len(loop.steps_s))
+        # The tables hold the times that these two corrections replace, so they are left out. Exact
+        # device times contain no idle time.
+        if name in exact_s:
+            cost = replace(cost, device_us=_US * exact_s[name], device_each_us=())
+        # The host time of a task that blocks includes the device time of its own work, which the
+        # model counts separately.
+        if name in blocking_s:
+            host_us = max(0.0, _US * blocking_s[name] - cost.device_us)
+            cost = replace(cost, host_us=host_us, blocks=True, host_each_us=())
+        gil_us = _US * min(thread.cpu_s, gil_s.get(name, 0.0))
+        costs[name] = replace(cost, gil_us=min(cost.host_us, gil_us))
+    return costs
 
 
 def _gil_s(timer: WindowTimer) -> dict[str, float]:
@@ -214,9 +204,7 @@ def _watch(timer: WindowTimer, *, idle: bool) -> _DeviceWatch:
     first = pipe.next_iteration
     with pipe.observe(watch):
         for number in range(first, first + timer.warmup + timer.measure):
-            batch = timer.batches[number % timer.cycle]
-            batch = batch if timer.copy is None else timer.copy(batch)
-            pipe.run_one_serial_iter(batch, number)
+            pipe.run_one_serial_iter(timer.batches[number % timer.cycle], number)
     pipe.device.synchronize()
     return watch
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Self
 
 from swpipe.core.tables import table
 from swpipe.profiler.spread import Estimate, ms
@@ -16,35 +15,35 @@ class TimeChange:
 
     Attributes:
         name: A task, whose exposed time it is, or "iteration".
-        saved_s: ``before_s`` - ``after_s``.
-        spread_s: Half-width of the 95% interval of ``saved_s``.
+        before: The time in the earlier profile.
+        after: The time in the later profile.
     """
 
     name: str
-    before_s: float | None
-    after_s: float | None
-    saved_s: float | None
-    spread_s: float | None
+    before: Estimate | None
+    after: Estimate | None
 
-    @classmethod
-    def of(cls, name: str, before: Estimate | None, after: Estimate | None) -> Self:
-        """Return the change between two independent estimates."""
-        values = (before and before.value_s, after and after.value_s)
+    @property
+    def saved(self) -> Estimate | None:
+        """How much shorter the time has become, with the interval of this difference."""
+        before = self.before
+        after = self.after
         if before is None or after is None:
-            return cls(name, *values, None, None)
+            return None
         # The half-widths of independent estimates add up in squares.
         spread_s = math.hypot(before.spread_s, after.spread_s)
-        return cls(name, *values, before.value_s - after.value_s, spread_s)
+        return Estimate(before.value_s - after.value_s, spread_s)
 
     @property
     def verdict(self) -> str:
         """The word "longer" or "shorter" if the change exceeds the interval, or else "same"."""
+        saved = self.saved
         # A task that exists in one profile only, or failed in one, has no verdict.
-        if self.saved_s is None or self.spread_s is None:
+        if saved is None:
             return ""
-        if abs(self.saved_s) <= self.spread_s:
+        if abs(saved.value_s) <= saved.spread_s:
             return "same"
-        return "longer" if self.saved_s < 0 else "shorter"
+        return "longer" if saved.value_s < 0 else "shorter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +62,13 @@ class ProfileDiff:
     def summary(self) -> str:
         """One sentence: whether iterations take longer, by how much, and how certain that is."""
         change = self.iteration
+        saved = change.saved
         about = f"{self.of}: " if self.of else ""
         # Without a time before, there is no percentage.
-        if not (change.before_s and change.saved_s is not None and change.spread_s is not None):
+        if saved is None or change.before is None or not change.before.value_s:
             return f"{about}nothing to compare"
-        share, wide = (100 * abs(s) / change.before_s for s in (change.saved_s, change.spread_s))
+        before_s = change.before.value_s
+        share, wide = (100 * abs(s) / before_s for s in (saved.value_s, saved.spread_s))
         if change.verdict == "same":
             return f"{about}no difference of iterations beyond ± {wide:.1f}%"
         return f"{about}iterations are {share:.1f}% ± {wide:.1f}% {change.verdict}"
@@ -76,16 +77,16 @@ class ProfileDiff:
         """Return a summary, and a table with a row for the iteration and one per task."""
         # A positive value in the column of savings means that the second profile is faster. A time
         # that was not measured leaves its cell empty.
-        rows = [
-            (
-                change.name,
-                *("" if s is None else ms(s) for s in (change.before_s, change.after_s)),
-                "" if change.saved_s is None else f"{1e3 * change.saved_s:+.3f}",
-                "" if change.spread_s is None else ms(change.spread_s),
-                change.verdict,
+        rows = []
+        for change in (self.iteration, *self.tasks):
+            times = (
+                "" if time is None else ms(time.value_s) for time in (change.before, change.after)
             )
-            for change in (self.iteration, *self.tasks)
-        ]
+            saved = change.saved
+            cells = (
+                ("", "") if saved is None else (f"{1e3 * saved.value_s:+.3f}", ms(saved.spread_s))
+            )
+            rows.append((change.name, *times, *cells, change.verdict))
         titles = ("", "before ms", "after ms", "saved ms", "± ms", "beyond ±")
         return f"{self.summary}\n{table(titles, rows)}"
 

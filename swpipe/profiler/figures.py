@@ -1,30 +1,37 @@
 """The figures of a profile, and the quantities derived from them.
 
-    an iteration      baseline_s: the mean of steps_s, with its median and its interval
-      a task costs    exposed_s = raw_s limited to (0, baseline_s): own_s, and in_others_s, which
-                      is saved in other tasks
-      a task takes    host_s = CPU time + blocked_s + core_s; device_s on its stream
-        each time     host_each_s, device_each_s, parallel to steps_s: the tables of ``costs``
+    ProfileResult
+      iteration          mean with its interval, median, each iteration
+      tasks              name to TaskFigures:
+        exposed            what the task costs an iteration: ``own_s``, and ``in_others_s``, which
+                           is saved in other tasks
+        thread             what it takes on its thread: CPU time + ``blocked_s`` + ``core_s``
+        device_each_s      what it takes on its stream
+      loader, busy_s     the loader's pace; thread groups
+      ranks              the iteration and the tasks of each rank
+      measurement        how all of this was measured
+      advice             what to change
 
-A figure of tasks is a map from the task's name. All times are seconds.
+Tables of each iteration are parallel to ``iteration.each_s``. All times are seconds.
 """
 
 from __future__ import annotations
 
-import math
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from swpipe._distributed.shared_cores import cores, ranks_on_machine
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
 from swpipe.core.task import ByTask
+from swpipe.profiler.host import ThreadTimes
 from swpipe.profiler.other_load import OtherLoad
-from swpipe.profiler.rank_times import RankTimes, RankWait, rank_waits
-from swpipe.profiler.spread import Estimate, ms, within
+from swpipe.profiler.spread import Estimate
 
 LIMITING = 0.9
 """A thread group that is busy for this fraction of an iteration may set its pace."""
@@ -35,11 +42,6 @@ MOST_WORKERS = 8
 MIN_BLOCKED_S = 1e-4
 MIN_BLOCKED_SHARE = 0.25
 
-_BY_TASK = (
-    "exposed_s", "raw_s", "spread_s", "replay_s", "in_others_s", "host_s", "blocked_s", "device_s",
-    "core_s", "not_measured", "host_each_s", "device_each_s",
-)  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Advice:
@@ -48,8 +50,7 @@ class Advice:
     Attributes:
         change: What to change, in words.
         task: The task that is changed; "" for a plan that moves several.
-        saved_s: How much shorter an iteration is predicted to be, in seconds.
-        spread_s: Half-width of the interval of ``saved_s``.
+        saved: How much shorter an iteration is predicted to be, in seconds, with its interval.
         limit: What limits iterations after the change; "" if that is not predicted.
         not_moved: Why the task is not moved instead; "" if it is moved.
         plan: The plan to try; None if the change needs no other plan.
@@ -57,18 +58,30 @@ class Advice:
 
     change: str
     task: str
-    saved_s: float
-    spread_s: float
+    saved: Estimate
     limit: str = ""
     not_moved: str = ""
     plan: PipelinePlan | None = None
+
+    @property
+    def saved_s(self) -> float:
+        """How much shorter an iteration is predicted to be, in seconds."""
+        return self.saved.value_s
 
     @property
     def text(self) -> str:
         """The change in one or two sentences."""
         then = f"; then limited by {self.limit}" if self.limit else ""
         why = f" Not moved: {self.not_moved}." if self.not_moved else ""
-        return f"{self.change}: saves {ms(self.saved_s)}{within(self.spread_s, ms)} ms{then}.{why}"
+        return f"{self.change}: saves {self.saved.exact} ms{then}.{why}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the advice as plain data; a plan with stream objects is left out."""
+        # ``asdict`` would copy a plan field by field, but plans have a JSON format of their own.
+        data = asdict(replace(self, plan=None))
+        with suppress(TypeError):  # stream objects cannot be saved
+            data["plan"] = self.plan and json.loads(self.plan.to_json())
+        return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,81 +102,204 @@ class LoaderPace:
     workers: int = 0
     starts_workers: bool = False
 
-    def workers_for(self, step_s: float) -> int:
-        """Return how many workers make one batch in every ``step_s`` seconds."""
-        return max(1, math.ceil((self.workers or 1) * self.rate_s / step_s))
+
+@dataclass(frozen=True, slots=True)
+class IterationTimes:
+    """The times of an iteration in which all tasks run.
+
+    Attributes:
+        mean: The mean wall time, with its interval. The share of the start of a loader's pass is
+            part of it.
+        median_s: The median. If it is much shorter, a few slow iterations take the time.
+        each_s: The time of each iteration, in order.
+    """
+
+    mean: Estimate
+    median_s: float
+    each_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFigures:
+    """The figures of a task: what it takes, and what it costs an iteration.
+
+    Attributes:
+        thread: The times on its thread.
+        device_each_s: How long the work that it queued takes on its stream, in each iteration;
+            empty without streams.
+        exposed: The wall time that would be saved if the task cost nothing, as measured; None if it
+            was not measured. Noise may put it below 0 or above the time of an iteration.
+        replay_s: The time of the replay of its outputs, which was added to ``exposed``.
+        in_others_s: The tasks that take less time on their threads while this one is shortcut, and
+            how much less: a forward that is replayed leaves less to the backward.
+        not_measured: The reason why ``exposed`` could not be measured; "" if there is none.
+    """
+
+    thread: ThreadTimes
+    device_each_s: tuple[float, ...] = ()
+    exposed: Estimate | None = None
+    replay_s: float = 0.0
+    in_others_s: Mapping[str, float] = field(default_factory=dict)
+    not_measured: str = ""
+
+    @property
+    def device_s(self) -> float | None:
+        """The mean time on its stream; None without streams."""
+        return fmean(self.device_each_s) if self.device_each_s else None
+
+    @property
+    def blocks(self) -> bool:
+        """Whether it blocks the host: off the CPU for 25% of its time and at least 0.1 ms."""
+        least_s = max(MIN_BLOCKED_S, MIN_BLOCKED_SHARE * self.thread.host_s)
+        return self.thread.blocked_s >= least_s
+
+    @property
+    def most_workers(self) -> int:
+        """How many threads it may have: one per free core, more if it waits."""
+        # One core stays with the caller's thread, and ranks on the same machine share the cores.
+        spare = cores() // ranks_on_machine() - 1
+        waits = self.thread.cpu_s < MIN_BLOCKED_SHARE * self.thread.host_s
+        return MOST_WORKERS if waits else max(1, min(MOST_WORKERS, spare))
+
+    def cost(self, iterations: int) -> TaskCost:
+        """Return the mean cost, with the table of all iterations if each of them was timed."""
+        return TaskCost(
+            1e6 * self.thread.host_s,
+            device_us=1e6 * (self.device_s or 0.0),
+            host_each_us=table_us(self.thread.each_s, iterations),
+            device_each_us=table_us(self.device_each_s, iterations),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class LoopTimes:
+    """The times of a loop, as one rank measured them.
+
+    Attributes:
+        iteration: The times of an iteration.
+        tasks: Task to its figures, in serial order; those that were not to be measured included.
+    """
+
+    iteration: IterationTimes
+    tasks: Mapping[str, TaskFigures]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tasks", ByTask(self.tasks))
+
+    @property
+    def step(self) -> Estimate:
+        """The mean time of an iteration, with its interval."""
+        return self.iteration.mean
+
+    @property
+    def baseline_s(self) -> float:
+        """The mean time of an iteration, in seconds."""
+        return self.iteration.mean.value_s
+
+    @property
+    def host_s(self) -> Mapping[str, float]:
+        """Task to how long it occupies its thread."""
+        return ByTask({name: task.thread.host_s for name, task in self.tasks.items()})
+
+    @property
+    def on_streams(self) -> bool:
+        """Whether the times of work on streams are known."""
+        return any(task.device_each_s for task in self.tasks.values())
+
+    @property
+    def costs(self) -> CostModel:
+        """The costs of all tasks, for a planner or the simulator."""
+        count = len(self.iteration.each_s)
+        return CostModel({name: task.cost(count) for name, task in self.tasks.items()})
+
+    def exposed(self, name: str) -> Estimate | None:
+        """Return the exposed time of a task as it was measured; None if it was not."""
+        return self.tasks[name].exposed if name in self.tasks else None
+
+    @property
+    def exposures(self) -> Mapping[str, Estimate]:
+        """Task to its exposed time, limited to the range from 0 to ``baseline_s``."""
+        return {
+            name: replace(raw, value_s=min(max(0.0, raw.value_s), self.baseline_s))
+            for name, task in self.tasks.items()
+            if (raw := task.exposed) is not None
+        }
+
+    @property
+    def exposed_s(self) -> Mapping[str, float]:
+        """Task to its exposed time in seconds, limited to the range from 0 to ``baseline_s``."""
+        return ByTask({name: exposed.value_s for name, exposed in self.exposures.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """The fields of ``ProfileResult``, whose docstring defines each of them."""
+class RankTimes(LoopTimes):
+    """The times of one rank."""
 
-    # What was measured, and the advice that follows.
-    batch: str
-    mode: Literal["serial", "pipelined"]
-    advice: tuple[Advice, ...]
-    # Figures of the iteration.
-    baseline_s: float
-    baseline_median_s: float
-    baseline_spread_s: float
-    steps_s: tuple[float, ...] = ()
-    # Figures of each task: what it costs an iteration.
-    exposed_s: Mapping[str, float]
-    raw_s: Mapping[str, float]
-    spread_s: Mapping[str, float]
-    replay_s: Mapping[str, float]
-    in_others_s: Mapping[str, Mapping[str, float]]
-    not_measured: Mapping[str, str] = field(default_factory=dict)
-    # Figures of each task: what it takes, in the mean and in each of ``steps_s``.
-    host_s: Mapping[str, float]
-    blocked_s: Mapping[str, float]
-    core_s: Mapping[str, float] = field(default_factory=dict)
-    device_s: Mapping[str, float]
-    host_each_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    device_each_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    # Figures of threads, the loader, and ranks.
-    busy_s: Mapping[str, float]
-    loader: LoaderPace | None = None
-    ranks: tuple[RankTimes, ...] = ()
-    collectives: tuple[str, ...] = ()
-    # How the measurement was made.
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """How a profile was measured.
+
+    Attributes:
+        num_warmup: Iterations before each visit that were not timed.
+        num_measure: Mean number of iterations timed in each visit.
+        num_rounds: Number of visits behind each figure; fewer for some tasks if the profile was
+            limited by seconds or by the spread.
+        coverage: How much of the loop was run, in words; "" if it was not sampled.
+        put_back: The objects whose state was saved before profiling and restored after it, each
+            with the place where it was found, and its type.
+        already_shortcut: Tasks that were shortcut when profiling started. They stayed shortcut
+            and were not measured.
+        interrupted: Whether Ctrl-C came before all rounds were measured; ``num_rounds`` is the
+            number of rounds that were.
+        other_load: The load of other processes on the machine; None if the machine does not
+            report it.
+    """
+
     num_warmup: int
     num_measure: int
     num_rounds: int
-    seen: str = ""
+    coverage: str = ""
     put_back: tuple[str, ...] = ()
     already_shortcut: tuple[str, ...] = ()
     interrupted: bool = False
     other_load: OtherLoad | None = None
 
-    def __post_init__(self) -> None:
-        for name in _BY_TASK:
-            object.__setattr__(self, name, ByTask(getattr(self, name)))
+    @property
+    def uncovered(self) -> str:
+        """``coverage`` if a part of the loop was not run; else ""."""
+        return "" if self.coverage.startswith("All") else self.coverage
 
     @property
-    def tasks(self) -> tuple[str, ...]:
-        """The measured tasks, in serial order."""
-        return tuple(self.exposed_s)
+    def disturbance(self) -> str:
+        """The clause about other processes, if they used much of the machine; else ""."""
+        load = self.other_load
+        return load.text if load is not None and load.is_busy else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Figures(LoopTimes):
+    """The fields of ``ProfileResult``, whose docstring defines each of them."""
+
+    batch: str
+    mode: Literal["serial", "pipelined"]
+    measurement: Measurement
+    advice: tuple[Advice, ...] = ()
+    busy_s: Mapping[str, float] = field(default_factory=dict)
+    loader: LoaderPace | None = None
+    ranks: tuple[RankTimes, ...] = ()
+    collectives: tuple[str, ...] = ()
 
     @property
-    def step(self) -> Estimate:
-        """The time of an iteration, with its interval."""
-        return Estimate(self.baseline_s, self.baseline_spread_s)
-
-    def exposed(self, name: str) -> Estimate | None:
-        """Return the exposed time of a task as it was measured; None if it was not."""
-        return Estimate(self.raw_s[name], self.spread_s[name]) if name in self.raw_s else None
-
-    def cpu_s(self, name: str) -> float:
-        """Return how long a task's thread is on the CPU."""
-        return self.host_s[name] - self.blocked_s.get(name, 0.0) - self.core_s.get(name, 0.0)
-
-    def workers(self, name: str) -> int:
-        """Return how many threads a task may have: one per free core, more if it waits."""
-        waits = self.cpu_s(name) < MIN_BLOCKED_SHARE * self.host_s[name]
-        # One core stays with the caller's thread, and ranks on the same machine share the cores.
-        spare = cores() // ranks_on_machine() - 1
-        return MOST_WORKERS if waits else max(1, min(MOST_WORKERS, spare))
+    def measured(self) -> Mapping[str, TaskFigures]:
+        """The tasks that were to be measured, in serial order, with their figures."""
+        return {
+            name: task
+            for name, task in self.tasks.items()
+            if task.exposed is not None or task.not_measured
+        }
 
     @property
     def own_s(self) -> Mapping[str, float]:
@@ -173,8 +309,9 @@ class Figures:
         faster.
         """
         return {
-            name: min(exposed_s, self.host_s[name] + self.device_s.get(name, 0.0))
+            name: min(exposed_s, task.thread.host_s + (task.device_s or 0.0))
             for name, exposed_s in self.exposed_s.items()
+            for task in [self.tasks[name]]
         }
 
     @property
@@ -190,22 +327,10 @@ class Figures:
         return pace.rate_s >= max(LIMITING * (self.baseline_s - pace.start_s), rest_s)
 
     @property
-    def rank_waits(self) -> tuple[RankWait, ...]:
-        """Which ranks wait for another rank, and how long; the longest wait comes first."""
-        return rank_waits(self.ranks, self.collectives)
-
-    @property
     def blocking(self) -> tuple[str, ...]:
-        """Tasks that block the host: off the CPU for 25% of their time and at least 0.1 ms.
-
-        The tasks that block longest come first.
-        """
-        found = [
-            name
-            for name, blocked_s in self.blocked_s.items()
-            if blocked_s >= max(MIN_BLOCKED_S, MIN_BLOCKED_SHARE * self.host_s[name])
-        ]
-        return tuple(sorted(found, key=lambda name: -self.blocked_s[name]))
+        """The tasks that block the host, the ones that block longest first."""
+        blocked_s = {n: task.thread.blocked_s for n, task in self.measured.items() if task.blocks}
+        return tuple(sorted(blocked_s, key=lambda name: -blocked_s[name]))
 
     @property
     def limiting(self) -> tuple[str, ...]:
@@ -214,27 +339,8 @@ class Figures:
         If there are several, changing one of them alone does not make iterations much shorter: the
         tasks of each have little exposed time, however long they take.
         """
-        return limiting(self.busy_s, self.baseline_s)
-
-    @property
-    def costs(self) -> CostModel:
-        """The costs of all tasks, including those not measured, for a planner or the simulator."""
-        names = self.host_each_s or self.host_s
-        return CostModel({name: self._cost(name) for name in names})
-
-    def _cost(self, name: str) -> TaskCost:
-        """Return the mean cost and, if each iteration was timed, the table of all iterations."""
-        host_s = self.host_each_s.get(name, ())
-        device_s = self.device_each_s.get(name, ())
-        count = len(self.steps_s)
-        return TaskCost(
-            # A task that was not to be measured has no mean in ``host_s``, but was timed in each
-            # iteration.
-            1e6 * (self.host_s[name] if name in self.host_s else fmean(host_s)),
-            device_us=1e6 * (fmean(device_s) if device_s else self.device_s.get(name, 0.0)),
-            host_each_us=table_us(host_s, count),
-            device_each_us=table_us(device_s, count),
-        )
+        busiest = sorted(self.busy_s, key=lambda group: -self.busy_s[group])
+        return tuple(g for g in busiest if self.busy_s[g] >= LIMITING * self.baseline_s)
 
 
 def table_us(each_s: Sequence[float], count: int) -> tuple[float, ...]:
@@ -251,9 +357,3 @@ def busy_s(plan: PipelinePlan, host_s: Mapping[str, float]) -> dict[str, float]:
     for name, schedule in plan.schedule.items():
         busy[schedule.thread_group] += host_s[name] / schedule.workers
     return dict(busy)
-
-
-def limiting(busy: Mapping[str, float], step_s: float) -> tuple[str, ...]:
-    """Return the thread groups that may set the pace, the busiest first."""
-    found = [group for group, seconds in busy.items() if seconds >= LIMITING * step_s]
-    return tuple(sorted(found, key=lambda group: -busy[group]))

@@ -10,13 +10,16 @@ import math
 import os
 import threading
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import sub
 from statistics import fmean, stdev
 from typing import NamedTuple
 
 from swpipe._engine.observers import Observer
+from swpipe.core.plan import PULL
+from swpipe.profiler.spread import Estimate
 from swpipe.program import Instruction
 
 
@@ -84,72 +87,84 @@ class HostObserver(Observer):
         if runs is not None and begin is not None:
             runs.append(HostRun(iteration, *map(sub, now, begin)))
 
+    def timed(self, steps_s: Mapping[int, float], calls: Sequence[HostRun]) -> list[TimedIteration]:
+        """Return the iterations of which the times are given, by number, with their runs.
 
-class HostTimes:
-    """Times of tasks in some of the observed iterations; seconds per iteration."""
+        ``calls`` are the loader's calls. Under a plan, the loader is called for iterations that are
+        retired later, so its calls are matched with the iterations by order only.
+        """
+        runs: dict[int, dict[str, HostRun]] = {number: {} for number in steps_s}
+        for number, call in zip(steps_s, calls, strict=False):
+            runs[number][PULL] = call
+        for name, of in self.runs.items():
+            for run in of:
+                if run.iteration in runs:
+                    runs[run.iteration][name] = run
+        return [TimedIteration(number, step_s, runs[number]) for number, step_s in steps_s.items()]
 
-    def __init__(self, tasks: Iterable[str]) -> None:
-        self._kept: dict[str, list[HostRun]] = {name: [] for name in tasks}
-        self._visits_s: dict[str, list[float]] = {name: [] for name in self._kept}
 
-    def observer(self) -> HostObserver:
-        """Return an observer of the same tasks."""
-        return HostObserver(self._kept)
+@dataclass(frozen=True, slots=True)
+class ThreadTimes:
+    """The times of a task on its thread; mean seconds per iteration.
 
-    def add(self, seen: HostObserver, iterations: Container[int]) -> None:
-        """Add the runs of these iterations, which are successive."""
-        for name in self._kept:
-            runs = [run for run in seen.runs[name] if run.iteration in iterations]
-            self._kept[name] += runs
-            self._visits_s[name].append(fmean(run.wall_s for run in runs))
+    Attributes:
+        host_s: How long the task occupies its thread; slow runs count in full.
+        blocked_s: The part of ``host_s`` in which the thread waits off the CPU: it sleeps, or waits
+            for a file, a lock or a device. A thread that waits in a busy loop (the default in CUDA)
+            is on the CPU.
+        core_s: The part of ``host_s`` in which the thread could run, but other threads had the
+            cores.
+        error_s: The standard error of ``host_s``, at most ``host_s``.
+        each_s: ``host_s`` in each iteration, in order.
+    """
 
-    def put_first(self, name: str, runs: Sequence[HostRun]) -> None:
-        """Add calls of the loader, which no observer sees, as the first task."""
-        self._kept = {name: [*runs], **self._kept}
-
-    @property
-    def host_s(self) -> dict[str, float]:
-        """Task to the mean time for which it occupies its thread; slow runs count in full."""
-        return {name: fmean(run.wall_s for run in runs) for name, runs in self._kept.items()}
-
-    @property
-    def error_s(self) -> dict[str, float]:
-        """Task to the standard error of ``host_s``, limited to the mean time itself."""
-        found = {name: _error_s(self._visits_s.get(name, ())) for name in self._kept}
-        return {name: min(found[name], mean_s) for name, mean_s in self.host_s.items()}
-
-    @property
-    def cpu_s(self) -> dict[str, float]:
-        """Task to the mean time for which its thread is on the CPU."""
-        return {name: fmean(run.cpu_s for run in runs) for name, runs in self._kept.items()}
+    host_s: float
+    blocked_s: float = 0.0
+    core_s: float = 0.0
+    error_s: float = 0.0
+    each_s: tuple[float, ...] = ()
 
     @property
-    def blocked_s(self) -> dict[str, float]:
-        """Task to the part of ``host_s`` in which its thread waits, other than for a core."""
-        # Means over all runs are subtracted, not single runs: some systems count CPU time in steps
-        # of milliseconds.
-        cpu_s = self.cpu_s
-        core_s = self.core_s
-        return {
-            name: max(0.0, wall_s - cpu_s[name] - core_s[name])
-            for name, wall_s in self.host_s.items()
-        }
+    def host(self) -> Estimate:
+        """The mean ``host_s`` with its interval, of two standard errors."""
+        return Estimate(self.host_s, 2 * self.error_s)
 
     @property
-    def core_s(self) -> dict[str, float]:
-        """Task to the mean time in which its thread could run, but other threads had the cores."""
-        return {name: fmean(run.core_s for run in runs) for name, runs in self._kept.items()}
-
-    @property
-    def each_s(self) -> dict[str, tuple[float, ...]]:
-        """Task to its time in each iteration, in order."""
-        in_order = {
-            n: sorted(runs, key=lambda run: run.iteration) for n, runs in self._kept.items()
-        }
-        return {name: tuple(run.wall_s for run in runs) for name, runs in in_order.items()}
+    def cpu_s(self) -> float:
+        """How long the thread is on the CPU."""
+        return self.host_s - self.blocked_s - self.core_s
 
 
-def _error_s(visits_s: Sequence[float]) -> float:
+class TimedIteration(NamedTuple):
+    """An iteration that was timed, with the run of each task; the loader's call is the first."""
+
+    number: int
+    step_s: float
+    runs: Mapping[str, HostRun]
+
+
+def times_of(visits: Sequence[Sequence[TimedIteration]]) -> dict[str, ThreadTimes]:
+    """Return the times of each task in visits of successive iterations."""
+    every = [each for iterations in visits for each in iterations]
+    return {
+        name: _times([[each.runs[name] for each in of if name in each.runs] for of in visits])
+        for name in dict.fromkeys(name for each in every for name in each.runs)
+    }
+
+
+def _times(visits: Sequence[Sequence[HostRun]]) -> ThreadTimes:
+    runs = [run for visit in visits for run in visit]
+    host_s, cpu_s, core_s = (fmean(part) for part in list(zip(*runs, strict=True))[1:])
     # The error is that of the visits' means: runs of one visit are correlated, so that counting
     # each run would make the error too small.
-    return stdev(visits_s) / math.sqrt(len(visits_s)) if len(visits_s) > 1 else math.inf
+    means_s = [fmean(run.wall_s for run in visit) for visit in visits if visit]
+    error_s = stdev(means_s) / math.sqrt(len(means_s)) if len(means_s) > 1 else host_s
+    return ThreadTimes(
+        host_s,
+        # Means over all runs are subtracted, not single runs: some systems count CPU time in
+        # steps of milliseconds.
+        blocked_s=max(0.0, host_s - cpu_s - core_s),
+        core_s=core_s,
+        error_s=min(error_s, host_s),
+        each_s=tuple(run.wall_s for run in runs),
+    )

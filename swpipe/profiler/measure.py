@@ -34,10 +34,9 @@ from torch.utils.data import DataLoader
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.core.effects import UNKNOWN, Effects
 from swpipe.core.loaders import is_apart, unprepared
-from swpipe.core.plan import PULL
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.figures import LoaderPace
-from swpipe.profiler.host import HostRun, HostTimes, thread_times
+from swpipe.profiler.host import HostObserver, HostRun, ThreadTimes, thread_times, times_of
 from swpipe.trace import Trace
 from swpipe.trace.recorder import timed_event
 
@@ -92,6 +91,7 @@ class Pulls:
         workers: The number of worker processes of a DataLoader; 0 if there are none.
         starts_workers: Whether the worker processes are started in each pass.
         drains: Whether ``settle`` may find batches to take away.
+        length: The number of batches of a pass; 0 if unknown.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -108,7 +108,7 @@ class Pulls:
         self._ahead: bool | None = self.workers > 0 if is_torchs else None
         self._batches: Iterator[Any] | None = None
         self._taken = 0  # batches taken in this pass
-        self._length = length_of(loader)
+        self.length = length_of(loader)
         self._starts_s: list[float] = []
         self._on = True
         self.drains = False
@@ -146,17 +146,12 @@ class Pulls:
         A first call counts as the start only if it is clearly slower than the slow calls that come
         now and then, for example for a chunk of batches.
         """
-        if not self._starts_s or not self._length:
+        if not self._starts_s or not self.length:
             return 0.0
         # The very first start may also create processes that persist, so it is left out if there
         # are others.
         longer_s = fmean(self._starts_s[1:] or self._starts_s) - self._usual_s
-        return longer_s / self._length if longer_s > _LONGER * self._usual_s else 0.0
-
-    @property
-    def length(self) -> int:
-        """The number of batches of a pass; 0 if unknown."""
-        return self._length
+        return longer_s / self.length if longer_s > _LONGER * self._usual_s else 0.0
 
     @property
     def pace(self) -> LoaderPace:
@@ -210,7 +205,7 @@ class Pulls:
             self._drain()
         # The rest of this pass is too short, so a new pass is started before the calls that are
         # timed.
-        if self._length and count <= self._length < self._taken + count:
+        if self.length and count <= self.length < self._taken + count:
             self._begin_again()
             if drain and self.drains:
                 self._drain()
@@ -234,8 +229,8 @@ class Pulls:
         """Begin another pass if the time that its start takes may matter."""
         # A second start is measured only if the first one, which may create processes, was long
         # enough to matter.
-        begun_once = len(self._starts_s) == 1 and self._length > 0
-        if self.agreed(begun_once and self._starts_s[0] > _START * self._length):
+        begun_once = len(self._starts_s) == 1 and self.length > 0
+        if self.agreed(begun_once and self._starts_s[0] > _START * self.length):
             self._begin_again()
 
     def _begin_again(self) -> None:
@@ -262,7 +257,7 @@ class Pulls:
                 return batch
             self._batches = None
             # Now the length of a pass is known, also for a loader without ``__len__``.
-            self._length = self._taken
+            self.length = self._taken
         raise ValueError(
             "the loader has no batch, or has ended and cannot be begun again: give a DataLoader "
             "or another object that makes a new iterator"
@@ -281,10 +276,6 @@ class Pulls:
             yield
         finally:
             self._on = True
-
-    def end(self) -> None:
-        """Drop the loader's iterator, so that its workers end."""
-        self._batches = None
 
 
 def _from_slow_to_slow(times_s: Sequence[float]) -> Sequence[float]:
@@ -391,28 +382,17 @@ class WindowTimer:
         ``cycle`` is the number of iterations after which the loop repeats; 0 for the number of
         batches.
         """
-        times = HostTimes(task.name for task in self.pipe.tasks)
+        observer = HostObserver(task.name for task in self.pipe.tasks)
         run = self.run()
-        # Calls of the loader that belong to warm-up iterations are skipped by counting them at
-        # ``begin``.
-        seen = times.observer()
-        called = 0
-
-        def begin() -> None:
-            nonlocal called
-            called = 0 if self.pulls is None else len(self.pulls.runs)
-
         streams = self.pipe.device.has_streams
         tracing = self.pipe.trace() if streams else nullcontext(Trace(()))
-        with tracing as trace, self.pipe.observe(seen):
-            measured = run.iterate(max(self.warmup, self._least), count, begin)
+        with tracing as trace, self.pipe.observe(observer):
+            measured = run.iterate(max(self.warmup, self._least), count)
             run.end()
-        numbers = run.numbers[measured]
-        times.add(seen, {*numbers})
-        if self.pulls is not None:
-            times.put_first(PULL, self.pulls.runs[called:][:count])
-        device_s = _on_streams(trace, {*numbers})
-        return Passage(run.seconds()[measured], times, cycle or self.cycle, device_s)
+        seconds = run.seconds()[measured]
+        steps_s = dict(zip(run.numbers[measured], seconds, strict=True))
+        tasks = times_of([observer.timed(steps_s, run.calls)])
+        return Passage(seconds, tasks, cycle or self.cycle, _on_streams(trace, steps_s))
 
     def run(self) -> TimedRun:
         """Begin a run of iterations."""
@@ -430,21 +410,21 @@ class Passage(NamedTuple):
 
     Attributes:
         steps_s: The time of each iteration, in order.
-        times: The time of each task in each iteration.
+        tasks: Task to its times in these iterations.
         cycle: The number of iterations after which the batches repeat.
         device_s: Task to the seconds that its work took on its stream, by iteration number; empty
             without streams.
     """
 
     steps_s: Sequence[float]
-    times: HostTimes
+    tasks: Mapping[str, ThreadTimes]
     cycle: int
     device_s: Mapping[str, Mapping[int, float]] = MappingProxyType({})
 
-    def of_batch(self, place: int) -> dict[str, dict[int, float]]:
-        """Return ``device_s`` of the iterations with the batch at ``place`` in the cycle."""
+    def of_batch(self, place: int | None) -> dict[str, tuple[float, ...]]:
+        """Return ``device_s`` of the iterations with the batch at ``place``; None for all."""
         return {
-            task: {n: s for n, s in each_s.items() if n % self.cycle == place}
+            task: tuple(s for n, s in each_s.items() if place in (None, n % self.cycle))
             for task, each_s in self.device_s.items()
         }
 
@@ -519,6 +499,7 @@ class TimedRun:
         self._feed = feed
         self.numbers: list[int] = []
         self._marks: list[Any] = []  # the retirements: times, or events of the device
+        self._called = 0  # calls of the loader before the iterations that were measured last
 
     def iterate(
         self,
@@ -549,9 +530,15 @@ class TimedRun:
         self._feed.prepare(self._ahead() + warmup + measure)
         for turn in range(warmup + measure):
             if turn == warmup:
+                self._called = 0 if pulls is None else len(pulls.runs)
                 begin_to_measure()
             self.numbers.append(self._next())
         return slice(begin, begin + measure)
+
+    @property
+    def calls(self) -> list[HostRun]:
+        """The loader's calls in the iterations that were measured last."""
+        return [] if self._feed.pulls is None else self._feed.pulls.runs[self._called :]
 
     def end(self) -> None:
         """Drain the pipeline without counting the iterations."""

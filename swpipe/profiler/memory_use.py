@@ -82,7 +82,7 @@ def measure_memory(
         ValueError: There are no batches.
         BaseException: Any exception of a task.
     """
-    found: list[TaskMemory] = []
+    memories: list[TaskMemory] = []
     tasks = tuple(tasks)
     names = [task.name for task in tasks]
     users = users_of(uses_of(tasks, effects))
@@ -92,8 +92,8 @@ def measure_memory(
             serial = PipelinePlan.serial(tasks)
             with SWPipeline(serial, tasks, device=device, context=context) as pipe:
                 state = Owners(trial_state(pipe, batch, None).owners)
-        seen = _MemoryLog(names, users, keep)
-        watched = [replace(task, fn=seen.watch(task)) for task in tasks]
+        log = _MemoryLog(names, users, keep)
+        watched = [replace(task, fn=log.watch(task)) for task in tasks]
         with (
             SWPipeline(
                 replace(PipelinePlan.serial(watched), keep=keep),
@@ -106,14 +106,14 @@ def measure_memory(
         ):
             # Batches are pulled by the pipeline, as under any plan: a serial run would hold the
             # batch until its end.
-            copies = (map_tensors(batch, _copy) for _ in seen.iterations())
+            copies = (map_tensors(batch, _copy) for _ in log.iterations())
             for _ in range(ITERATIONS):
                 pipe.progress(copies)
-                seen.end_iteration()
-        found.append(seen.memory())
-    if not found:
+                log.end_iteration()
+        memories.append(log.memory())
+    if not memories:
         raise ValueError("batches is empty: give at least one batch to measure on")
-    return max(found, key=lambda one: one.serial_peak(names))
+    return max(memories, key=lambda memory: memory.serial_peak(names))
 
 
 @dataclass(eq=False, slots=True)
@@ -174,8 +174,8 @@ class _MemoryLog:
         self._task = len(self._tasks)
         # First what the plan does not keep, so that it counts as gone at its last use, then the
         # rest.
-        kept = self._keep or ()
-        self._look_between({name: keys for name, keys in self._left.items() if name in kept})
+        keeps = self._keep or ()
+        self._look_between({name: keys for name, keys in self._left.items() if name in keeps})
         self._look(set())
         if any(piece.iteration == self._iteration for piece in self._live.values()):
             gc.collect()  # memory kept only by reference cycles counts as freed
@@ -197,8 +197,8 @@ class _MemoryLog:
             # An attribute that was deleted or replaced no longer reaches what it reached before the
             # task.
             after = self._find(ctx)
-            kept = {name for name, value in vars(ctx).items() if id(value) == values.get(name)}
-            gone = (keys for name, keys in before.items() if name not in kept)
+            unchanged = {name for name, value in vars(ctx).items() if id(value) == values.get(name)}
+            gone = (keys for name, keys in before.items() if name not in unchanged)
             self._look(set().union(*after.values()), set().union(*gone))
             self._left = after
 
@@ -245,12 +245,12 @@ class _MemoryLog:
 
     def _find(self, ctx: Any) -> dict[str, set[Key]]:
         """Return the memory that each attribute of the context reaches."""
-        found: dict[str, set[Key]] = {}
+        reached: dict[str, set[Key]] = {}
         places = set()  # addresses of tensors, whose memory arrays may share
         for name, value in vars(ctx).items():
-            found[name] = set()
-            for tensor in (part for one in tensors_held(value) for part in unsharded(one)):
-                found[name] |= self._add_tensor(tensor, name)
+            reached[name] = set()
+            for tensor in (part for whole in tensors_held(value) for part in unsharded(whole)):
+                reached[name] |= self._add_tensor(tensor, name)
                 if type(tensor) is Tensor and tensor.layout is torch.strided:
                     places.add(tensor.untyped_storage().data_ptr())
         # Arrays come after all tensors, so that an array in the memory of a tensor is recognized.
@@ -265,12 +265,12 @@ class _MemoryLog:
                 # ``Tensor.numpy``.
                 place = getattr(whole, "__array_interface__", {}).get("data", (0,))[0]
                 if isinstance(leaf, bytes | bytearray):
-                    found[name] |= self._add({~id(leaf): len(leaf)}, name)
+                    reached[name] |= self._add({~id(leaf): len(leaf)}, name)
                 elif isinstance(whole, Tensor):
-                    found[name] |= self._add_tensor(whole, name)
+                    reached[name] |= self._add_tensor(whole, name)
                 elif isinstance(getattr(whole, "nbytes", None), int) and place not in places:
-                    found[name] |= self._add({~id(whole): whole.nbytes}, name)
-        return found
+                    reached[name] |= self._add({~id(whole): whole.nbytes}, name)
+        return reached
 
     def _look(self, reached: Set[Key] | None = None, removed: Set[Key] = frozenset()) -> None:
         """Record which memory was freed; an array is freed if nothing reaches it.
@@ -331,11 +331,11 @@ class _Operators(OperatorRecorder):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [*tensors_of(result)]
-        if made:
+        tensors = [*tensors_of(result)]
+        if tensors:
             # Only new storages count: an operator may return its argument, or a view of it.
-            old = {number for one in tensors_of((args, kwargs)) for number in nbytes(one)}
-            for tensor in made:
+            old = {number for tensor in tensors_of((args, kwargs)) for number in nbytes(tensor)}
+            for tensor in tensors:
                 if not nbytes(tensor).keys() <= old:
                     self._log.made(tensor)
         return result

@@ -19,6 +19,7 @@ from swpipe.core.pictures import (
     style_axes,
     svg_of,
 )
+from swpipe.profiler.spread import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,11 +33,10 @@ TITLE = "Exposed time: what an iteration would save if the task cost nothing"
 
 
 class Bars(NamedTuple):
-    """The bars of one color: a length and the half-width of an error bar for each task."""
+    """The bars of one color, with error bars: task to its time."""
 
     label: str
-    value_s: Mapping[str, float]
-    error_s: Mapping[str, float]
+    times: Mapping[str, Estimate]
 
 
 def bar_chart(series: Sequence[Bars], path: str | Path) -> None:
@@ -61,7 +61,7 @@ def _drawn(series: Sequence[Bars], title: str | None = TITLE) -> Iterator[Figure
     if not series:
         raise ValueError("there is nothing to draw: no batches were profiled")
     # Tasks are united over all series, in the order of their first appearance.
-    tasks = list(dict.fromkeys(name for bars in series for name in bars.value_s))
+    tasks = list(dict.fromkeys(name for bars in series for name in bars.times))
     row_in = BAR_IN * len(series) + ROW_GAP_IN
     # The figure grows with the number of tasks, so that bars have the same height in all charts.
     frame_in = FRAME_IN if title else FRAME_IN - TITLE_IN
@@ -99,9 +99,9 @@ def _drawn(series: Sequence[Bars], title: str | None = TITLE) -> Iterator[Figure
 
 def _draw_bars(axes: Axes, bars: Bars, places: Mapping[str, float], color: str) -> None:
     """Draw the bars of one color with their intervals; bars not distinct from 0 are grey."""
-    ms = [(1e3 * s, 1e3 * bars.error_s.get(name, 0.0)) for name, s in bars.value_s.items()]
+    ms = [(1e3 * time.value_s, 1e3 * time.spread_s) for time in bars.times.values()]
     drawn = axes.barh(
-        [places[name] for name in bars.value_s],
+        [places[name] for name in bars.times],
         [value for value, _ in ms],
         height=0.86 * BAR_IN,
         color=[color if value > error else GRID for value, error in ms],

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -17,16 +17,16 @@ from swpipe.core.plan import PULL
 from swpipe.core.progress import progress_bar
 from swpipe.core.task import PipelineTask, TaskRef
 from swpipe.pipeline import SWPipeline, borrowed, check_idle
-from swpipe.profiler.advice import LoopFacts, advise
-from swpipe.profiler.exposures import BASE, Exposures
-from swpipe.profiler.figures import busy_s
-from swpipe.profiler.host import HostTimes
+from swpipe.profiler.advice import advise
+from swpipe.profiler.exposures import Exposures
+from swpipe.profiler.figures import IterationTimes, Measurement, RankTimes, TaskFigures, busy_s
 from swpipe.profiler.measure import Passage, Pulls, WindowTimer
-from swpipe.profiler.rank_times import RankTimes
 from swpipe.profiler.result import ProfileResult, ProfileResults
-from swpipe.profiler.rounds import LEAST_ROUNDS, Counts, Rounds, visits
+from swpipe.profiler.rounds import LEAST_ROUNDS, MAX_ROUNDS, Counts, Rounds, visits
 from swpipe.profiler.sampling import MOST, Sample, visit_length
 from swpipe.profiler.trial import trial_state
+
+N = TypeVar("N", int, float)
 
 LOOP = "loop"
 """The label of the result that covers all batches."""
@@ -160,14 +160,11 @@ class TaskProfiler:
                 If iterations fail only while one task is shortcut, that task is not measured, and
                 the result says why. On several ranks, the profile fails instead.
         """
-        spread_s = None if target_spread_ms is None else target_spread_ms / 1e3
-        if spread_s is not None and not spread_s > 0:
-            raise ValueError(f"target_spread_ms is {target_spread_ms!r}: give a number above 0")
         batches = [*batches]
         sample = Sample.of(batches, len(batches))
         many = len(sample) > 1
         within_s = None if seconds is None else seconds * len(sample)
-        counts = Counts(num_warmup, num_measure, num_rounds, within_s, spread_s)
+        counts = Counts(num_warmup, num_measure, num_rounds, within_s, target_spread_ms)
         names = [f"batch {index}" for index in range(len(sample))]
         measured = self._measured(
             sample, counts, pipelined, tasks, verbose, labels=[LOOP, *names] if many else names
@@ -179,7 +176,7 @@ class TaskProfiler:
         batches: Iterable[Any],
         num_warmup: int = 2,
         num_measure: int = 3,
-        num_rounds: int = 5,
+        num_rounds: int | None = 5,
         pipelined: bool = False,
         tasks: Iterable[TaskRef] | TaskRef | None = None,
         verbose: bool = False,
@@ -193,7 +190,7 @@ class TaskProfiler:
             num_warmup: See ``profile_many``.
             num_measure: The fewest iterations timed in each visit. Visits are longer where
                 iterations differ.
-            num_rounds: Number of visits to each task.
+            num_rounds: Number of visits to each task; None for as many as fit into ``seconds``.
             pipelined: See ``profile_many``.
             tasks: See ``profile_many``.
             verbose: See ``profile_many``.
@@ -203,14 +200,13 @@ class TaskProfiler:
         Raises:
             BaseException: The errors of ``profile_many``.
         """
-        counts = Counts(num_warmup, num_measure, num_rounds)
-        return self._measured(
-            Sample.of(batches),
-            *(counts, pipelined, tasks, verbose),
-            labels=[LOOP],
-            of_loop=True,
-            within_s=seconds,
-        )[0]
+        most = MAX_ROUNDS if num_rounds is None else num_rounds
+        counts = Counts(num_warmup, num_measure, most, seconds)
+        sample = Sample.of(batches)
+        (result,) = self._measured(
+            sample, counts, pipelined, tasks, verbose, labels=[LOOP], of_loop=True
+        )
+        return result
 
     def _measured(
         self,
@@ -222,7 +218,6 @@ class TaskProfiler:
         *,
         labels: Sequence[str],
         of_loop: bool = False,
-        within_s: float | None = None,
     ) -> list[ProfileResult]:
         """Return one result of all batches, then one per batch if ``labels`` has names for them.
 
@@ -237,27 +232,19 @@ class TaskProfiler:
         pulls = Pulls.of(self._loader)
         kinds = [*([] if pulls is None else [PULL]), *names]
         total = counts.num_rounds * len(kinds) if counts.fixed else None
-        timer = WindowTimer(
-            *(
-                self.pipe,
-                sample,
-                self._copy,
-                counts.num_warmup,
-                counts.num_measure,
-                pipelined,
-                pulls,
-            )
-        )
+        visit = (counts.num_warmup, counts.num_measure)
+        timer = WindowTimer(self.pipe, sample, self._copy, *visit, pipelined, pulls)
         passage = None
         section = len(sample)
+        coverage = ""
         bar = progress_bar("profiling", " visits", total, shown=verbose)
         # Everything below runs inside the trial, so that state is restored also on failure or
         # Ctrl-C.
         with bar, saved.trial(), borrowed(self.pipe):
             if of_loop:
-                passage, counts, section = self._passage(
-                    timer, sample, counts, within_s, len(visits(kinds))
-                )
+                visited = len(visits(kinds))
+                passage, counts, section = self._passage(timer, sample, counts, visited)
+                coverage = sample.coverage(len(passage.steps_s))
                 saved.restore_training()
             # The first round uses the section at the beginning; each later round uses another one.
             batches = sample.section(0, section)
@@ -268,48 +255,39 @@ class TaskProfiler:
             rounds.warm_up()
             # Device times come from the passage over the loop. Without a passage, on a device with
             # streams, a short one is run for them.
-            on_streams = passage or Passage((), HostTimes(()), 1)
+            on_streams = passage
             if passage is None and self.pipe.device.has_streams:
                 on_streams = timer.passage(timer.whole_cycles(timer.measure))
             rounds.measure(kinds, bar.update)
-        result = partial(
-            _result_of,
-            rounds,
+        measurement = Measurement(
+            num_warmup=timer.warmup,
+            num_measure=timer.measure,
+            num_rounds=len(rounds.base_s),
+            coverage=coverage,
             put_back=tuple(map(str, saved.owners)),
             already_shortcut=left_out,
+            interrupted=rounds.interrupted,
+            other_load=rounds.other_load,
         )
-        device_s = on_streams.device_s
-        whole = result(rounds.exposures(passage=passage), device_s, batch=labels[0])
-        if passage is not None:
-            whole = replace(whole, seen=sample.seen(len(passage.steps_s)))
-        # The advice needs costs of all tasks, also of tasks that were not to be measured.
-        loop = LoopFacts(
-            self.pipe.tasks,
-            self.pipe.plan,
-            whole.costs,
-            self.pipe.device.has_streams,
-            sum(map(whole.cpu_s, whole.host_s)),
-            None if pulls is None else pulls.effects,
-        )
-        whole = replace(whole, advice=advise(whole, loop))
-        return [
-            whole,
-            *(
-                replace(result(rounds.exposures(place), of, batch=label), advice=whole.advice)
-                for place, label in enumerate(labels[1:])
-                for of in [on_streams.of_batch(place)]
-            ),
+        # The first label is of all batches.
+        places = [None, *range(len(labels) - 1)]
+        results = [
+            _result_of(
+                rounds,
+                rounds.exposures(place, passage),
+                {} if on_streams is None else on_streams.of_batch(place),
+                batch=label,
+                measurement=measurement,
+            )
+            for place, label in zip(places, labels, strict=True)
         ]
+        advice = advise(results[0], self.pipe, None if pulls is None else pulls.effects)
+        return [replace(result, advice=advice) for result in results]
 
     def _passage(
-        self,
-        timer: WindowTimer,
-        sample: Sample,
-        counts: Counts,
-        within_s: float | None,
-        places: int,
+        self, timer: WindowTimer, sample: Sample, counts: Counts, places: int
     ) -> tuple[Passage, Counts, int]:
-        """Run through the loop and choose the visits.
+        """Run through the loop and choose the visits, of which a round has ``places``.
 
         Returns:
             The passage, the counts with the visits' length and number, and the batches of a
@@ -322,9 +300,9 @@ class TaskProfiler:
         # A short passage estimates the step time, so that the passage that counts stays within
         # ``_PASSAGE_S``. Ranks agree on the slowest, or they would run different numbers of
         # iterations.
-        timed_s = fmean(timer.passage(_FEW).steps_s)
-        step_s = max(gather(timed_s)) if not is_alone() else timed_s
-        most = max(_LEAST_SEEN, _fitting(_PASSAGE_S, step_s))
+        step_s = _agreed(max, fmean(timer.passage(_FEW).steps_s))
+        most_s = math.inf if counts.seconds is None else counts.seconds
+        most = max(_LEAST_SEEN, _fitting(min(_PASSAGE_S, most_s / 2), step_s))
         length = 0 if pulls is None else pulls.length
         # If the start of a pass was measured separately, the passage stays within one pass.
         if pulls is not None and pulls.start_s:
@@ -334,26 +312,28 @@ class TaskProfiler:
         count = sample.iterations(most, length)
         if pulls is not None:
             count = pulls.in_turns(count)
+        count = _agreed(min, count)
         passage = replace(timer, batches=Sample.of(sample, count)).passage(
             count, length if 0 < length <= count else 0
         )
         # A visit may use half of what fits into ``_VISITS_S``. Its length is rounded up to whole
         # sections, so that each batch of the section comes equally often.
         step_s = fmean(passage.steps_s)
-        fits = _fitting(_VISITS_S, LEAST_ROUNDS * places * step_s)
-        wanted = visit_length(passage.steps_s, passage.times.each_s.values(), max(1, fits // 2))
+        fits = _fitting(min(_VISITS_S, most_s), LEAST_ROUNDS * places * step_s)
+        each_s = [thread.each_s for thread in passage.tasks.values()]
+        wanted = _agreed(max, visit_length(passage.steps_s, each_s, max(1, fits // 2)))
         section = min(wanted, len(sample))
         length = -(-max(wanted, counts.num_measure) // section) * section
         num_rounds = counts.num_rounds
         # What remains after the passage is divided among rounds. The clocks of ranks differ, so
         # rank 0 decides.
-        if within_s is not None:
+        if counts.seconds is not None:
             round_s = places * (max(counts.num_warmup, section) + length) * step_s
-            fits = _fitting(max(0.0, within_s - len(passage.steps_s) * step_s), round_s)
+            fits = _fitting(max(0.0, most_s - len(passage.steps_s) * step_s), round_s)
             if not is_alone():
                 fits = gather(fits)[0]
             num_rounds = min(num_rounds, max(LEAST_ROUNDS, fits))
-        return passage, replace(counts, num_measure=length, num_rounds=num_rounds), section
+        return passage, Counts(counts.num_warmup, length, num_rounds), section
 
     def _names(
         self, tasks: Iterable[TaskRef] | TaskRef | None
@@ -361,11 +341,13 @@ class TaskProfiler:
         """Return the tasks to measure and the tasks already shortcut, both in serial order."""
         if isinstance(tasks, str | PipelineTask):
             tasks = (tasks,)
-        asked = None if tasks is None else set(self.pipe.task_names(*tasks))
+        wanted = None if tasks is None else set(self.pipe.task_names(*tasks))
         shortcut = self.pipe.shortcut_tasks
         in_order = [task.name for task in self.pipe.tasks]
         names = tuple(
-            name for name in in_order if (name not in shortcut if asked is None else name in asked)
+            name
+            for name in in_order
+            if (name not in shortcut if wanted is None else name in wanted)
         )
         if both := [name for name in names if name in shortcut]:
             raise ValueError(
@@ -379,6 +361,11 @@ class TaskProfiler:
         return names, tuple(name for name in in_order if name in shortcut)
 
 
+def _agreed(choose: Callable[[list[N]], N], own: N) -> N:
+    """Return one of the values of all ranks, which have to run the same iterations."""
+    return own if is_alone() else choose(gather(own))
+
+
 def _fitting(within_s: float, each_s: float) -> int:
     """Return how many periods of ``each_s`` fit into ``within_s``, at most ``MOST``."""
     # This form never divides by zero: a step may take no measurable time.
@@ -386,74 +373,46 @@ def _fitting(within_s: float, each_s: float) -> int:
 
 
 def _result_of(
-    rounds: Rounds, found: Exposures, device_s: Mapping[str, Mapping[int, float]], **about: Any
+    rounds: Rounds, exposures: Exposures, device_s: Mapping[str, Sequence[float]], **about: Any
 ) -> ProfileResult:
     """Build a result from what was measured, without its advice."""
     timer = rounds.timer
-    pulls = rounds.timer.pulls
-    times = found.times[BASE]
-    loop = found.loop
+    plan = timer.pipe.plan
+    pulls = timer.pulls
+    loop = exposures.loop
     # The passages avoid the starts of loader passes, so their share of a step is added here.
     start_s = 0.0 if pulls is None else pulls.start_s
-    step = found.step._replace(value_s=found.step.value_s + start_s)
-    # A replay costs time on the task's own thread and, through autograd, in the backward of other
-    # tasks.
-    replays_s = {
-        kind: fmean(rounds.in_backward_s[kind]) + found.times[kind].host_s.get(kind, 0.0)
-        for kind in rounds.saved_s
+    step = replace(exposures.step, value_s=exposures.step.value_s + start_s)
+    saved = exposures.saved()
+    if PULL in saved:  # visits lie within a pass; without calls there would be no starts
+        saved[PULL] = replace(saved[PULL], value_s=saved[PULL].value_s + start_s)
+    failed = {name: f"{type(error).__name__}: {error}" for name, error in rounds.failed.items()}
+    tasks = {
+        name: TaskFigures(
+            thread,
+            tuple(device_s.get(name, ())),
+            exposed=saved.get(name),
+            replay_s=exposures.replays_s.get(name, 0.0),
+            in_others_s=exposures.in_others_s.get(name, {}),
+            not_measured=failed.get(name, ""),
+        )
+        for name, thread in loop.tasks.items()
     }
-    exposed = found.saved({kind: fmean(of) for kind, of in rounds.in_backward_s.items()})
-    if PULL in exposed:  # visits lie within a pass; without calls there would be no starts
-        pull = exposed[PULL]
-        exposed[PULL] = pull._replace(value_s=pull.value_s + start_s)
-    host_s = loop.times.host_s
-    blocked_s = loop.times.blocked_s
-    core_s = loop.times.core_s
-    names = [name for name in host_s if name in exposed or name in rounds.failed]
-    not_measured = {n: f"{type(error).__name__}: {error}" for n, error in rounds.failed.items()}
     result = ProfileResult(
         mode="pipelined" if timer.pipelined else "serial",
-        baseline_s=step.value_s,
-        baseline_median_s=median(timer.spans(loop.steps_s)),
-        baseline_spread_s=step.spread_s,
-        exposed_s={n: min(max(0.0, each.value_s), step.value_s) for n, each in exposed.items()},
-        raw_s={name: each.value_s for name, each in exposed.items()},
-        spread_s={name: each.spread_s for name, each in exposed.items()},
-        replay_s=replays_s,
-        in_others_s=found.in_others_s,
-        host_s={name: host_s[name] for name in names},
-        blocked_s={name: blocked_s[name] for name in names},
-        device_s={name: fmean(device_s[name].values()) for name in names if name in device_s},
-        busy_s=busy_s(timer.pipe.plan, host_s) if timer.pipelined else {},
-        advice=(),
-        num_warmup=timer.warmup,
-        num_measure=timer.measure,
-        num_rounds=len(rounds.base_s),
-        not_measured=not_measured,
-        interrupted=rounds.interrupted,
-        other_load=rounds.other_load,
-        collectives=tuple(t for t, e in timer.pipe.plan.schedule.items() if e.globally_ordered),
+        iteration=IterationTimes(step, median(timer.spans(loop.steps_s)), tuple(loop.steps_s)),
+        tasks=tasks,
+        collectives=tuple(n for n, entry in plan.schedule.items() if entry.globally_ordered),
         loader=None if pulls is None else pulls.pace,
-        core_s={name: core_s[name] for name in names},
-        steps_s=tuple(loop.steps_s),
-        host_each_s=loop.times.each_s,
-        device_each_s={name: tuple(each_s.values()) for name, each_s in device_s.items()},
         **about,
     )
+    if timer.pipelined:
+        result = replace(result, busy_s=busy_s(plan, result.host_s))
     # Ranks exchange their own figures here; the exchange is a collective, so every rank must come
     # to it.
     if is_alone():
         return result
-    own = RankTimes(
-        rank=dist.get_rank(),
-        baseline_s=step.value_s,
-        baseline_spread_s=step.spread_s,
-        exposed_s={name: max(0.0, each.value_s) for name, each in exposed.items()},
-        spread_s=dict(result.spread_s),
-        host_s=host_s,
-        error_s=times.error_s,
-        in_others_s=found.in_others_s,
-    )
+    own = RankTimes(rank=dist.get_rank(), iteration=result.iteration, tasks=tasks)
     return replace(result, ranks=tuple(gather(own)))
 
 

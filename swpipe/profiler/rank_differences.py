@@ -11,13 +11,11 @@ without waiting is estimated by the time on the rank where they take the least t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, pstdev
 
-from swpipe._distributed.rank_checks import gather
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.planning import Ranks
 
 _SLOW = 2.0
@@ -47,20 +45,14 @@ class RankDifferences:
     longer_us: float
 
 
-def gather_differences(costs: CostModel, plan: PipelinePlan) -> RankDifferences:
-    """Return the differences between the costs measured on all ranks; a collective call.
+def rank_differences(models: Sequence[CostModel], meets: Collection[str]) -> RankDifferences:
+    """Return the differences between ranks.
 
     Args:
-        costs: The costs of this rank, with tables, such as ``profile_many(...).loop.costs``.
-        plan: The plan, which determines the globally ordered tasks.
+        models: The costs that each rank has measured, with tables.
+        meets: The globally ordered tasks.
     """
-    return rank_differences(gather(costs), plan)
-
-
-def rank_differences(models: Sequence[CostModel], plan: PipelinePlan) -> RankDifferences:
-    """Return the differences between ranks, given the costs that each rank has measured."""
-    names = [name for name in (PULL, *plan.schedule) if all(name in m.tasks for m in models)]
-    meets = {name for name, entry in plan.schedule.items() if entry.globally_ordered}
+    names = [name for name in models[0].tasks if all(name in m.tasks for m in models)]
     local = [name for name in names if name not in meets]
     times = [{name: _times_us(model, name) for name in local} for model in models]
     usual = [{name: median(us) for name, us in of.items()} for of in times]
@@ -114,13 +106,13 @@ def _jitter(
 def _costs(
     models: Sequence[CostModel],
     names: Sequence[str],
-    meets: set[str],
+    meets: Collection[str],
     slow: Mapping[str, tuple[float, float]],
 ) -> CostModel:
     tasks: dict[str, TaskCost] = {}
     for name in names:
         each = [model.tasks[name] for model in models]
-        cost = min(each, key=lambda one: one.total_us) if name in meets else TaskCost.mean(each)
+        cost = min(each, key=lambda cost: cost.total_us) if name in meets else TaskCost.mean(each)
         # mean = usual * (1 + share * (factor - 1)): the division gives the cost without slow ones.
         share, factor = slow.get(name, (0.0, 1.0))
         cost = cost.scaled(1 / (1 + share * (factor - 1)))

@@ -20,32 +20,11 @@ from typing import NamedTuple
 
 from swpipe.core.messages import listed
 from swpipe.core.tables import table, wrapped
-from swpipe.profiler.spread import Estimate, ms, short_ms, within
+from swpipe.profiler.figures import RankTimes
+from swpipe.profiler.spread import Estimate, ms, short_ms
 
-_SIGMAS = 2.0
 _LEAST = 0.02
-"""The smallest difference of ranks that is reported: in standard errors, and as a fraction of an
-iteration.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class RankTimes:
-    """The times of one rank in seconds per iteration, by task; see ``ProfileResult``.
-
-    Attributes:
-        rank: The number of the rank.
-        error_s: The standard error of ``host_s``.
-    """
-
-    rank: int
-    baseline_s: float
-    exposed_s: Mapping[str, float]
-    spread_s: Mapping[str, float]
-    host_s: Mapping[str, float]
-    error_s: Mapping[str, float]
-    in_others_s: Mapping[str, Mapping[str, float]]
-    baseline_spread_s: float = 0.0
+"""The smallest difference of ranks that is reported, as a fraction of an iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +34,14 @@ class RankWait:
     Attributes:
         rank: The rank that waits.
         waits_for: The rank that arrives last.
-        seconds: How long ``rank`` waits.
-        spread_s: Half-width of the 95% interval of ``seconds``.
+        waited: How long ``rank`` waits, with its interval.
         waits_in: Collective to how long ``rank`` waits in it.
         longer_there: Task to how much longer it takes on the rank ``waits_for``.
     """
 
     rank: int
     waits_for: int
-    seconds: float
-    spread_s: float
+    waited: Estimate
     waits_in: Mapping[str, float]
     longer_there: Mapping[str, float]
 
@@ -76,8 +53,8 @@ class RankWait:
             for of in (self.waits_in, self.longer_there)
         )
         return (
-            f"rank {self.rank} waits for rank {self.waits_for}: {ms(self.seconds)}"
-            f"{within(self.spread_s, ms)} ms per iteration, in {waits}; "
+            f"rank {self.rank} waits for rank {self.waits_for}: {self.waited.exact} ms per "
+            f"iteration, in {waits}; "
             f"rank {self.waits_for} takes longer in {longer}"
         )
 
@@ -89,23 +66,23 @@ def rank_waits(ranks: Sequence[RankTimes], collectives: Sequence[str]) -> tuple[
     least_s = _LEAST * median(of.baseline_s for of in ranks)
     host_s = {of.rank: dict(of.host_s) for of in ranks}  # explained waits are subtracted
     # Only a task that all ranks measured can be compared between ranks.
-    reasons = [name for name in ranks[0].in_others_s if all(name in of.in_others_s for of in ranks)]
-    found: list[RankWait] = []
+    reasons = [name for name in ranks[0].tasks if all(of.exposed(name) for of in ranks)]
+    explained: list[RankWait] = []
     # Greedy: explain the longest wait, subtract it, and look again. A rank that waited in a
     # collective shows a long time there, which must not count as the reason of somebody else's
     # wait.
     while True:
         each = (_wait(of, name, ranks, host_s, collectives) for name in reasons for of in ranks)
         # Shorter differences may be noise of the measurement.
-        waits = [wait for wait in each if wait.seconds > max(wait.spread_s, least_s)]
+        waits = [w for w in each if w.waited.is_clear and w.waited.value_s > least_s]
         if not waits:
-            return tuple(found)
-        waits.sort(key=lambda wait: -wait.seconds)
+            return tuple(explained)
+        waits.sort(key=lambda wait: -wait.waited.value_s)
         # Each task is the reason of waits only once, so the loop ends.
         (reason,) = waits[0].longer_there
         reasons.remove(reason)
         for wait in (wait for wait in waits if reason in wait.longer_there):
-            found.append(wait)
+            explained.append(wait)
             for name, seconds in wait.waits_in.items():
                 host_s[wait.rank][name] -= seconds
 
@@ -122,51 +99,44 @@ def _wait(
     longer_s = host_s[last.rank][name] - host_s[here.rank][name]
     # The wait is limited by both: how much longer the task takes there, and how much less time this
     # rank spends in collectives without the task.
-    less_s = {other: s for other, s in here.in_others_s[name].items() if other in collectives}
-    seconds = min(longer_s, all_s := sum(less_s.values()))
+    less_s = {n: s for n, s in here.tasks[name].in_others_s.items() if n in collectives}
+    all_s = sum(less_s.values())
+    seconds = min(longer_s, all_s)
     part = seconds / all_s if all_s else 0.0
+    spread_s = math.hypot(*(of.tasks[name].thread.host.spread_s for of in (here, last)))
     return RankWait(
         rank=here.rank,
         waits_for=last.rank,
-        seconds=seconds,
-        spread_s=_SIGMAS * math.hypot(here.error_s[name], last.error_s[name]),
+        waited=Estimate(seconds, spread_s),
         waits_in={other: part * s for other, s in less_s.items()},
         longer_there={name: longer_s},
     )
 
 
 class RankEnds(NamedTuple):
-    """A time over the ranks: its median, and its largest value with rank and interval."""
+    """A time over the ranks: its median, and its largest value with the number of its rank."""
 
     median_s: float
-    worst_s: float
+    worst: Estimate
     rank: int
-    spread_s: float
 
     @classmethod
-    def of(
-        cls, ranks: Sequence[RankTimes], seconds: Sequence[float], spread_s: Sequence[float]
-    ) -> RankEnds:
+    def of(cls, ranks: Sequence[RankTimes], times: Sequence[Estimate]) -> RankEnds:
         """Return the median and the worst of times that are given by rank."""
-        worst = max(range(len(ranks)), key=seconds.__getitem__)
-        return cls(median(seconds), seconds[worst], ranks[worst].rank, spread_s[worst])
+        worst = max(range(len(ranks)), key=lambda number: times[number].value_s)
+        return cls(median(each.value_s for each in times), times[worst], ranks[worst].rank)
 
 
 def step_ends(ranks: Sequence[RankTimes]) -> RankEnds:
     """Return the median and the worst time of an iteration over the ranks."""
-    spreads_s = [of.baseline_spread_s for of in ranks]
-    return RankEnds.of(ranks, [of.baseline_s for of in ranks], spreads_s)
+    return RankEnds.of(ranks, [of.step for of in ranks])
 
 
 def host_ends(ranks: Sequence[RankTimes]) -> dict[str, RankEnds]:
     """Return for each task its median and worst host time over the ranks."""
     return {
-        name: RankEnds.of(
-            ranks,
-            [of.host_s[name] for of in ranks],
-            [_SIGMAS * of.error_s[name] for of in ranks],
-        )
-        for name in ranks[0].host_s
+        name: RankEnds.of(ranks, [of.tasks[name].thread.host for of in ranks])
+        for name in ranks[0].tasks
     }
 
 
@@ -176,7 +146,7 @@ def waited_for(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> int:
     Other ranks wait for this one, if any rank waits. Among equals, it is the rank with the longest
     iterations.
     """
-    waits_s = {of.rank: sum(w.seconds for w in waits if w.rank == of.rank) for of in ranks}
+    waits_s = {of.rank: sum(w.waited.value_s for w in waits if w.rank == of.rank) for of in ranks}
     return min(
         range(len(ranks)),
         key=lambda number: (waits_s[ranks[number].rank], -ranks[number].baseline_s),
@@ -188,11 +158,9 @@ def rank_lines(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterato
     # An iteration has no host time of its own, so these columns stay empty in its row.
     rows = [("iteration", *_cells(step_ends(ranks)), "", "", "")]
     for name, host in host_ends(ranks).items():
-        exposed = ("", "", "")
+        times = [time for of in ranks if (time := of.exposed(name)) is not None]
         # A task that failed or was left out on some rank has no exposed time to compare.
-        if all(name in of.exposed_s for of in ranks):
-            times_s = [of.exposed_s[name] for of in ranks]
-            exposed = _cells(RankEnds.of(ranks, times_s, [of.spread_s[name] for of in ranks]))
+        exposed = _cells(RankEnds.of(ranks, times)) if len(times) == len(ranks) else ("", "", "")
         rows.append((name, *exposed, *_cells(host)))
     titles = [f"{len(ranks)} ranks, ms"]
     for what in ("exposed", "host"):
@@ -204,5 +172,4 @@ def rank_lines(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterato
 
 
 def _cells(ends: RankEnds) -> tuple[str, str, str]:
-    worst = Estimate(ends.worst_s, ends.spread_s).text
-    return short_ms(ends.median_s), worst, str(ends.rank)
+    return short_ms(max(0.0, ends.median_s)), ends.worst.text, str(ends.rank)

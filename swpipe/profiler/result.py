@@ -6,12 +6,11 @@ import json
 import sys
 from abc import abstractmethod
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from swpipe.core.files import read_typed, write_atomically
+from swpipe.core.files import Readers, read_typed, write_atomically
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.records import Rows
@@ -19,8 +18,8 @@ from swpipe.profiler import result_text
 from swpipe.profiler.diff import ProfileDiff, TimeChange
 from swpipe.profiler.figures import Figures
 from swpipe.profiler.plot import Bars, bar_chart, bar_chart_svg
-
-_COLUMNS = ("exposed", "own", "raw", "spread", "host", "blocked", "device", "replay")
+from swpipe.profiler.rank_differences import RankDifferences, rank_differences
+from swpipe.profiler.rank_times import RankWait, rank_waits
 
 
 class Report(Rows):
@@ -88,53 +87,32 @@ class Report(Rows):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ProfileResult(Figures, Report):
-    """Exposed times on one batch. All times are seconds per iteration.
+    """Exposed times on one batch, or of a loop. All times are seconds per iteration.
 
     Attributes:
-        baseline_s: Mean wall time of an iteration in which all tasks run.
-        baseline_median_s: The median. If it is much shorter, a few slow iterations take the time.
-        baseline_spread_s: Half-width of the 95% interval of ``baseline_s``.
-        exposed_s: Task to the wall time that would be saved if the task cost nothing, limited to
-            the range from 0 to ``baseline_s``.
-        raw_s: Task to the exposed time as measured, which noise may put outside of that range.
-        spread_s: Half-width of the 95% interval of ``raw_s``.
-        replay_s: Task to the time of the replay of its outputs, which was added to ``raw_s``.
-        in_others_s: Task to the tasks that take less time on their threads while it is shortcut,
-            and how much less: a forward that is replayed leaves less to the backward. See
-            ``own_s``.
-        host_s: Task to how long it occupies the thread it runs on.
-        blocked_s: The part of ``host_s`` in which the thread waits off the CPU: it sleeps, or waits
-            for a file, a lock or a device. A thread that waits in a busy loop (the default in CUDA)
-            is on the CPU: see ``host_s``.
-        core_s: The part of ``host_s`` in which the thread could run, but other threads had the
-            cores.
-        device_s: Task to how long the work that it queued takes on its stream; empty without
-            streams.
+        iteration: The times of an iteration in which all tasks run.
+        tasks: Task to its figures, in serial order; see ``TaskFigures``.
         busy_s: Thread group to the time in which each of its threads runs tasks; under the plan
             only.
         advice: At most three changes that promise most. Another plan comes first.
-        num_warmup: Iterations before each visit that were not timed.
-        num_measure: Mean number of iterations timed in each visit.
-        num_rounds: Number of visits behind each figure; fewer for some tasks if the profile was
-            limited by seconds or by the spread.
-        put_back: The objects whose state was saved before profiling and restored after it, each
-            with the place where it was found, and its type.
-        already_shortcut: Tasks that were shortcut when profiling started. They stayed shortcut
-            and were not measured.
-        not_measured: Task to the reason why it could not be measured. It has no exposed time.
-        interrupted: Whether Ctrl-C came before all rounds were measured; ``num_rounds`` is the
-            number of rounds that were.
-        other_load: The load of other processes on the machine; None if the machine does not
-            report it.
+        measurement: How the result was measured; see ``Measurement``.
         ranks: The times of all ranks, the same in the results of all ranks; empty on a single
-            rank. See ``rank_waits``.
+            rank. See ``rank_waits`` and ``differences``.
         collectives: The tasks in which ranks meet: the globally ordered ones.
         loader: The pace of the loader in the long run; None if it was not called. The time of the
             start of a pass is part of the iteration, and of what ``"<pull>"`` exposes.
     """
 
-    # Without this, the class would inherit the ``__repr__`` generated for ``Figures``.
-    __repr__ = Rows.__repr__  # instead of the one of ``Figures``
+    @property
+    def rank_waits(self) -> tuple[RankWait, ...]:
+        """Which ranks wait for another rank, and how long; the longest wait comes first."""
+        return rank_waits(self.ranks, self.collectives)
+
+    @property
+    def differences(self) -> RankDifferences | None:
+        """The differences between the ranks, for a planner or the simulator; None on one rank."""
+        costs = [of.costs for of in self.ranks]
+        return rank_differences(costs, self.collectives) if costs else None
 
     def format_report(self) -> str:
         """Return a summary line, a table with one row per task, and notes."""
@@ -143,28 +121,38 @@ class ProfileResult(Figures, Report):
     def records(self) -> list[dict[str, Any]]:
         """Return a row of plain values per task; all times are milliseconds."""
         rows = []
+        exposed_s = self.exposed_s
+        own_s = self.own_s
         # Tasks that could not be measured have a row as well, with None for their exposed time.
-        for name in self.host_s:
-            row: dict[str, Any] = {"batch": self.batch, "mode": self.mode, "task": name}
-            for what in _COLUMNS:
-                seconds = getattr(self, f"{what}_s").get(name)
-                row[f"{what}_ms"] = None if seconds is None else 1e3 * seconds
-            row["baseline_ms"] = 1e3 * self.baseline_s
-            row["not_measured"] = self.not_measured.get(name, "")
-            rows.append(row)
+        for name, task in self.measured.items():
+            raw = task.exposed
+            seconds = {
+                "exposed": exposed_s.get(name),
+                "own": own_s.get(name),
+                "raw": None if raw is None else raw.value_s,
+                "spread": None if raw is None else raw.spread_s,
+                "host": task.thread.host_s,
+                "blocked": task.thread.blocked_s,
+                "device": task.device_s,
+                "replay": None if raw is None else task.replay_s,
+                "baseline": self.baseline_s,
+            }
+            about = {"batch": self.batch, "mode": self.mode, "task": name}
+            times = {f"{what}_ms": None if s is None else 1e3 * s for what, s in seconds.items()}
+            rows.append({**about, **times, "not_measured": task.not_measured})
         return rows
 
     def _bars(self) -> list[Bars]:
         label = f"{self.batch}, {self.mode}: {1e3 * self.baseline_s:.1f} ms per iteration"
-        return [Bars(label, self.exposed_s, self.spread_s)]
+        return [Bars(label, self.exposures)]
 
     def diff(self, after: ProfileResult) -> ProfileDiff:
         """Return the changes from this profile to ``after``, with 95% intervals."""
         # A task may exist in one of the profiles only; the order is that of this profile.
-        names = dict.fromkeys((*self.host_s, *after.host_s))
+        names = dict.fromkeys((*self.measured, *after.measured))
         return ProfileDiff(
-            TimeChange.of("iteration", self.step, after.step),
-            tuple(TimeChange.of(name, self.exposed(name), after.exposed(name)) for name in names),
+            TimeChange("iteration", self.step, after.step),
+            tuple(TimeChange(name, self.exposed(name), after.exposed(name)) for name in names),
             self.batch + (f", {self.mode} to {after.mode}" if after.mode != self.mode else ""),
         )
 
@@ -181,35 +169,19 @@ class ProfileResult(Figures, Report):
 
         Raises:
             ValueError: The keys are not the attributes of a result, or a value has another type.
-                Attributes that have defaults may be missing, as in a file of an earlier version.
+                Attributes that have defaults may be missing.
         """
-        result: Self = read_typed(data, cls, "a profile result", {PipelinePlan: _plan_of})
-        # ``read_typed`` checks each field on its own; the fields that share their tasks are
-        # compared here.
-        tasks = result.exposed_s.keys()
-        alike = tasks == result.raw_s.keys() == result.spread_s.keys()
-        if not (alike and tasks <= result.host_s.keys()):
-            raise ValueError(
-                "a profile result has the same tasks in exposed_s, raw_s and spread_s, all of them "
-                "in host_s"
-            )
+        result: Self = read_typed(data, cls, "a profile result", _READERS)
         return result
 
 
 def plain(result: ProfileResult) -> dict[str, Any]:
     """Return a result as data that JSON can hold."""
-    # ``asdict`` would copy a plan field by field, but plans have a JSON format of their own.
-    plans = [one.plan for one in result.advice]
-    data = asdict(replace(result, advice=tuple(replace(one, plan=None) for one in result.advice)))
-    for advice, plan in zip(data["advice"], plans, strict=True):
-        with suppress(TypeError):  # stream objects of a plan cannot be saved
-            advice["plan"] = plan and json.loads(plan.to_json())
-    return data
+    advice = [each.to_dict() for each in result.advice]
+    return {**asdict(replace(result, advice=())), "advice": advice}
 
 
-def _plan_of(data: Any) -> PipelinePlan:
-    """Return the plan of a piece of advice, which is JSON text in files of an earlier version."""
-    return PipelinePlan.from_json(data if isinstance(data, str) else json.dumps(data))
+_READERS: Readers = {PipelinePlan: lambda data: PipelinePlan.from_json(json.dumps(data))}
 
 
 class ProfileResults(Report, tuple[ProfileResult, ...]):  # noqa: SLOT001 - it has a loop
@@ -225,9 +197,9 @@ class ProfileResults(Report, tuple[ProfileResult, ...]):  # noqa: SLOT001 - it h
     @classmethod
     def of(cls, results: Iterable[ProfileResult], loop: ProfileResult | None) -> Self:
         """Return the results, together with the result of the loop."""
-        found = cls(results)
-        found.loop = loop
-        return found
+        several = cls(results)
+        several.loop = loop
+        return several
 
     def format_report(self) -> str:
         """Return one batch in full, or several with a summary line each in one table."""
@@ -255,20 +227,18 @@ class ProfileResults(Report, tuple[ProfileResult, ...]):  # noqa: SLOT001 - it h
         return [bars for result in self for bars in result._bars()]
 
     def to_json(self) -> str:
-        # Without a result of the loop, the format is the plain list of earlier versions.
-        batches = [plain(result) for result in self]
-        if self.loop is None:
-            return json.dumps(batches, indent=2)
-        return json.dumps({"loop": plain(self.loop), "batches": batches}, indent=2)
+        loop = self.loop and plain(self.loop)
+        return json.dumps({"loop": loop, "batches": [plain(result) for result in self]}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        data = json.loads(text)
-        loop = None
-        if isinstance(data, dict) and {*data} == {"loop", "batches"}:
-            loop = ProfileResult.from_dict(data["loop"])
-            data = data["batches"]
-        if not isinstance(data, list):
-            rule = 'a JSON list, or an object with "loop" and "batches"'
-            raise ValueError(f"profile results are {rule}, not {type(data).__name__}")
-        return cls.of((ProfileResult.from_dict(entry) for entry in data), loop)
+        file = read_typed(json.loads(text), _ResultsFile, "a file of profile results", _READERS)
+        return cls.of(file.batches, file.loop)
+
+
+@dataclass(frozen=True, slots=True)
+class _ResultsFile:
+    """The content of a file that ``ProfileResults.save`` writes."""
+
+    loop: ProfileResult | None
+    batches: tuple[ProfileResult, ...]

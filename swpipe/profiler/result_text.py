@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 from swpipe.core.messages import listed
 from swpipe.core.tables import table, wrapped
 from swpipe.profiler.figures import Figures
-from swpipe.profiler.rank_times import rank_lines
-from swpipe.profiler.spread import Estimate, ms, short_ms, within
+from swpipe.profiler.rank_times import rank_lines, rank_waits
+from swpipe.profiler.spread import Estimate, ms, short_ms
 
 LEGEND = (
     "exposed: how much shorter a mean iteration is if the task costs nothing, with a\n"
@@ -29,15 +29,15 @@ _MOST_PUT_BACK = 12
 
 def one(result: Figures) -> str:
     """Return a summary, a table with one row per task, and notes."""
-    times = {"host": result.host_s, "blocked": result.blocked_s}
+    times = ["exposed", "own", "host", "blocked"]
     # The device's column is left out where it would be empty.
-    if result.device_s:
-        times["device"] = result.device_s
+    times += ["device"] if result.on_streams else []
     rows = []
-    for name in result.host_s:
-        cells = (short_ms(of[name]) if name in of else "" for of in times.values())
-        rows.append((name, *_exposed(result, name), *cells))
-    titles = [f"{title}\nms" for title in ("exposed", "own", *times)]
+    for name, task in result.measured.items():
+        cells = [task.thread.host_s, task.thread.blocked_s]
+        cells += [task.device_s or 0.0] if result.on_streams else []
+        rows.append((name, *_exposed(result, name), *map(short_ms, cells)))
+    titles = [f"{title}\nms" for title in times]
     # The share of the step has no unit of time, so it is not one of the titles above.
     titles.insert(1, "\n%")
     head = [*_busy([result]), wrapped(_summary(result))]
@@ -55,18 +55,7 @@ def several(results: Sequence[Figures]) -> str:
 
 def side_by_side(results: Sequence[Figures]) -> str:
     """Return a line for each batch, and columns per batch, without notes."""
-    return "\n".join([*map(wrapped, map(_summary, results)), _tables(results)])
-
-
-def _busy(results: Sequence[Figures]) -> list[str]:
-    """Return the clause about other processes, if they used much of the machine."""
-    # One clause suffices for several results: the one with the highest load.
-    loads = [r.other_load for r in results if r.other_load is not None and r.other_load.is_busy]
-    return [wrapped(max(loads, key=lambda load: load.used).text)] if loads else []
-
-
-def _tables(results: Sequence[Figures]) -> str:
-    names = list(dict.fromkeys(name for result in results for name in result.host_s))
+    names = list(dict.fromkeys(name for result in results for name in result.measured))
     tables = []
     # A table has the columns of ``_ABREAST`` batches at most, to fit into a terminal.
     for first in range(0, len(results), _ABREAST):
@@ -79,18 +68,27 @@ def _tables(results: Sequence[Figures]) -> str:
             cells = (_exposed(result, name) for result in some)
             rows.append([name, *(cell for exposed, _, own in cells for cell in (exposed, own))])
         tables.append(table(titles, rows))
-    return "\n\n".join(tables)
+    return "\n".join([*map(wrapped, map(_summary, results)), "\n\n".join(tables)])
+
+
+def _busy(results: Sequence[Figures]) -> list[str]:
+    """Return the clause about other processes, if they used much of the machine."""
+    # One clause suffices for several results.
+    clauses = (result.measurement.disturbance for result in results)
+    return [wrapped(clause) for clause in clauses if clause][:1]
 
 
 def _summary(result: Figures) -> str:
+    iteration = result.iteration
+    visits = result.measurement
+    mean_s = result.baseline_s
     # A median far below the mean shows that a few slow iterations take the time.
-    slow = 1 - result.baseline_median_s / result.baseline_s if result.baseline_s else 0.0
+    slow = 1 - iteration.median_s / mean_s if mean_s else 0.0
     tail = f", so slow ones take {100 * slow:.0f}%" if slow >= _SLOW else ""
     return (
-        f"{result.batch}, {result.mode}: {ms(result.baseline_s)}"
-        f"{within(result.baseline_spread_s, ms)} ms per iteration, median "
-        f"{ms(result.baseline_median_s)}{tail} "
-        f"({result.num_rounds} rounds, {result.num_measure} iterations per visit)"
+        f"{result.batch}, {result.mode}: {iteration.mean.exact} ms per "
+        f"iteration, median {ms(iteration.median_s)}{tail} ({visits.num_rounds} rounds, "
+        f"{visits.num_measure} iterations per visit)"
     )
 
 
@@ -104,7 +102,7 @@ def _exposed(result: Figures, name: str) -> tuple[str, str, str]:
     """
     exposed = result.exposed(name)
     if exposed is None:
-        return "not measured" if name in result.host_s else "", "", ""
+        return "not measured" if name in result.measured else "", "", ""
     below = 0 < exposed.spread_s >= exposed.value_s
     shown_s = max(0.0, exposed.value_s) + exposed.spread_s if below else exposed.value_s
     # An iteration cannot get shorter by more than its own time.
@@ -120,31 +118,34 @@ def _exposed(result: Figures, name: str) -> tuple[str, str, str]:
 
 
 def _notes(result: Figures) -> Iterator[str]:
-    for name, less_s in result.in_others_s.items():
-        if less_s:
-            others = ", ".join(f"{other} {ms(s)}" for other, s in less_s.items())
+    for name, task in result.tasks.items():
+        if task.in_others_s:
+            others = ", ".join(f"{other} {ms(s)}" for other, s in task.in_others_s.items())
             yield wrapped(f"without {name}, others take less: {others} ms")
     yield from map(wrapped, _lines(result))
     if result.ranks:
-        yield from rank_lines(result.ranks, result.rank_waits)
-    yield wrapped(f"restored afterwards: {put_back(result.put_back)}")
+        yield from rank_lines(result.ranks, rank_waits(result.ranks, result.collectives))
+    yield wrapped(f"restored afterwards: {put_back(result.measurement.put_back)}")
 
 
 def _lines(result: Figures) -> Iterator[str]:
     if result.busy_s:
         yield f"limits iterations: {_limits(result)}"
-    blocking = [f"{name} ({ms(result.blocked_s[name])} ms)" for name in result.blocking]
+    blocking = (f"{n} ({ms(result.tasks[n].thread.blocked_s)} ms)" for n in result.blocking)
     yield f"blocks the host: {', '.join(blocking) or 'no task'}"
-    for name, why in result.not_measured.items():
-        yield f"not measured: {name}, since iterations with its shortcut fail: {why}"
+    for name, task in result.tasks.items():
+        if why := task.not_measured:
+            yield f"not measured: {name}, since iterations with its shortcut fail: {why}"
     for number, advice in enumerate(result.advice, 1):
         yield f"do next, {number}: {advice.text}"
     if not result.advice:
         yield f"do next: {_NO_ADVICE}"
-    if result.interrupted:
+    if uncovered := result.measurement.uncovered:
+        yield uncovered
+    if result.measurement.interrupted:
         yield "interrupted: not all rounds were measured"
-    if result.already_shortcut:
-        yield f"shortcut already, so not measured: {', '.join(result.already_shortcut)}"
+    if shortcut := result.measurement.already_shortcut:
+        yield f"shortcut already, so not measured: {', '.join(shortcut)}"
 
 
 def _limits(result: Figures) -> str:
@@ -163,8 +164,8 @@ def _limits(result: Figures) -> str:
     )
 
 
-def put_back(found: Collection[str]) -> str:
+def put_back(owners: Collection[str]) -> str:
     """Return the restored objects in words; equal names are listed once, with their number."""
-    counts = Counter(found)
-    told = [name if number == 1 else f"{number} x {name}" for name, number in counts.items()]
-    return listed(told, _MOST_PUT_BACK) if told else "generators only; no other state was shown"
+    counts = Counter(owners)
+    names = [name if number == 1 else f"{number} x {name}" for name, number in counts.items()]
+    return listed(names, _MOST_PUT_BACK) if names else "generators only; no other state was shown"

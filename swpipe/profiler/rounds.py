@@ -35,7 +35,7 @@ from typing import Any
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.core.plan import PULL
 from swpipe.errors import UnsavedStateError, add_note
-from swpipe.profiler.exposures import BASE, Exposures, Kind, Round, differences_in
+from swpipe.profiler.exposures import BASE, Exposures, Kind, Visit, differences_in
 from swpipe.profiler.host import HostObserver, HostRun
 from swpipe.profiler.measure import Passage, Pulls, TimedRun, WindowTimer
 from swpipe.profiler.other_load import OtherLoad, load_so_far
@@ -68,7 +68,7 @@ class Counts:
         num_measure: Iterations timed in each visit.
         num_rounds: Number of rounds, unless one of the next two attributes is given.
         seconds: Measure rounds until this time has passed.
-        target_spread_s: Measure rounds until all intervals are this narrow, or ``seconds`` have
+        target_spread_ms: Measure rounds until all intervals are this narrow, or ``seconds`` have
             passed.
 
     Raises:
@@ -79,7 +79,7 @@ class Counts:
     num_measure: int
     num_rounds: int = LEAST_ROUNDS
     seconds: float | None = None
-    target_spread_s: float | None = None
+    target_spread_ms: float | None = None
 
     def __post_init__(self) -> None:
         least = {"num_warmup": 0, "num_measure": 1, "num_rounds": LEAST_ROUNDS}
@@ -87,7 +87,7 @@ class Counts:
             value = getattr(self, name)
             if not isinstance(value, int) or value < number:
                 raise ValueError(f"{name} is {value!r}: give a whole number, {number} or more")
-        for name in ("seconds", "target_spread_s"):
+        for name in ("seconds", "target_spread_ms"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value!r}: give a number greater than 0")
@@ -95,7 +95,7 @@ class Counts:
     @property
     def fixed(self) -> bool:
         """Whether the number of rounds is known beforehand."""
-        return self.seconds is None and self.target_spread_s is None
+        return self.seconds is None and self.target_spread_ms is None
 
 
 class Rounds:
@@ -105,7 +105,7 @@ class Rounds:
         timer: Runs the iterations.
         base_s: The mean time of an iteration without a shortcut, round by round.
         saved_s: Kind to the differences that ``time_saved`` takes.
-        seen: The rounds that were completed.
+        completed: The visits of the rounds that were completed.
         in_backward_s: Kind to the time of its replays in the backward of other tasks, visit by
             visit.
         failed: Kind to the exception for which it was left out of the other attributes.
@@ -133,9 +133,8 @@ class Rounds:
         self._kind = BASE
         self.base_s: list[float] = []
         self.saved_s: dict[Kind, list[float]] = {}
-        self.seen: list[Round] = []
+        self.completed: list[list[Visit]] = []
         self.in_backward_s: dict[Kind, list[float]] = {}
-        self._called: list[list[HostRun]] = []  # the loader's calls of this run, by visit
         self._rest_s: dict[Kind, float] = {}  # time of an iteration without the loader's call
         self.failed: dict[Kind, Exception] = {}
         self.interrupted = False
@@ -146,8 +145,8 @@ class Rounds:
         timer = self.timer
         pulls = self.timer.pulls
         return Exposures(
-            self.seen,
-            [*self.saved_s],
+            self.completed,
+            {kind: fmean(self.in_backward_s[kind]) for kind in self.saved_s},
             adds_up=not (timer.pipelined or timer.pipe.device.has_streams),
             counts_pulls=pulls is not None and not pulls.works_ahead,
             cycle=timer.cycle,
@@ -210,10 +209,10 @@ class Rounds:
             return kinds
         # From ``ENOUGH`` rounds on, time goes where intervals are widest: to the kinds above the
         # target, or else to the wider half.
-        found = time_saved(self.saved_s)
-        widest = sorted(kinds, key=lambda kind: -found[kind].spread_s)
-        if counts.target_spread_s is not None:
-            return [kind for kind in widest if found[kind].spread_s > counts.target_spread_s]
+        saved = time_saved(self.saved_s)
+        widest = sorted(kinds, key=lambda kind: -saved[kind].spread_s)
+        if counts.target_spread_ms is not None:
+            return [kind for kind in widest if 1e3 * saved[kind].spread_s > counts.target_spread_ms]
         return widest[: -(-len(widest) // 2)]
 
     def _agreed(self, wanted: list[Kind]) -> list[Kind]:
@@ -222,11 +221,11 @@ class Rounds:
 
     def _measure_round(self, order: Sequence[Kind], tick: Callable[[], object]) -> None:
         if self._sections is not None:
-            self.timer = replace(self.timer, batches=self._sections(len(self.seen)))
+            self.timer = replace(self.timer, batches=self._sections(len(self.completed)))
         # The round is repeated without each kind that fails, until all of its visits succeed.
         while True:
             try:
-                found = self._run(visits([kind for kind in order if kind in self.saved_s]), tick)
+                timed = self._run(visits([kind for kind in order if kind in self.saved_s]), tick)
             except UnsavedStateError:
                 # If state cannot be restored, that is an error of the user's call, whichever task
                 # is shortcut.
@@ -236,11 +235,11 @@ class Rounds:
                     raise
                 self._leave_out(self._kind, error)
                 continue
-            taken = [(kind, [*took_s.values()]) for kind, took_s in found.visits]
-            self.base_s.append(fmean(fmean(took_s) for kind, took_s in taken if kind == BASE))
-            for kind, saved_s in differences_in(taken).items():
+            steps_s = [(kind, [each.step_s for each in every]) for kind, every in timed]
+            self.base_s.append(fmean(fmean(of) for kind, of in steps_s if kind == BASE))
+            for kind, saved_s in differences_in(steps_s).items():
                 self.saved_s[kind].append(saved_s)
-            self.seen.append(found)
+            self.completed.append(timed)
             return
 
     def _leave_out(self, failed: Kind, error: Exception) -> None:
@@ -249,18 +248,17 @@ class Rounds:
         self.failed[failed] = error
         del self.saved_s[failed]
 
-    def _run(self, order: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> Round:
-        where: list[slice] = []
-        called = self._called = list[list[HostRun]]()
+    def _run(self, order: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> list[Visit]:
+        visited: list[tuple[slice, list[HostRun]]] = []
         pipe = self.timer.pipe
         # From here on, a shortcut caches one set of outputs for each batch of the cycle.
         pipe.cycle_shortcuts(self.timer.cycle)
         run = self.timer.run()
-        seen = HostObserver(task.name for task in pipe.tasks)
+        observer = HostObserver(task.name for task in pipe.tasks)
         try:
-            with pipe.observe(seen):
+            with pipe.observe(observer):
                 for kind in order:
-                    where.append(self._visit(run, kind))
+                    visited.append(self._visit(run, kind))
                     if kind != BASE:
                         tick()
                 run.end()
@@ -272,25 +270,20 @@ class Rounds:
             # The state is restored also after a failure: the round may be repeated from it.
             self._restore()
         seconds = run.seconds()
-        pulls: dict[int, HostRun] = {}
-        taken = []
-        for place, (kind, measured) in enumerate(zip(order, where, strict=True)):
-            numbers = run.numbers[measured]
-            took_s = seconds[measured]
-            taken.append((kind, dict(zip(numbers, took_s, strict=True))))
-            calls = called[place] if called else []
+        timed = []
+        for kind, (measured, calls) in zip(order, visited, strict=True):
+            steps_s = dict(zip(run.numbers[measured], seconds[measured], strict=True))
+            timed.append(Visit(kind, observer.timed(steps_s, calls)))
             if calls and not self.timer.pipelined:
-                self._rest_s[kind] = fmean(took_s) - fmean(each.wall_s for each in calls)
-            # Under a plan, the loader is called for iterations that are retired later, so the calls
-            # of a visit are matched with its iterations by order only.
-            by_number = zip(numbers, calls, strict=False)
-            pulls |= {number: call._replace(iteration=number) for number, call in by_number}
-        return Round(seen, taken, pulls)
+                calls_s = fmean(call.wall_s for call in calls)
+                self._rest_s[kind] = fmean(steps_s.values()) - calls_s
+        return timed
 
-    def _visit(self, run: TimedRun, kind: Kind) -> slice:
+    def _visit(self, run: TimedRun, kind: Kind) -> tuple[slice, list[HostRun]]:
+        """Run a visit, and return where its iterations are in the run, and the loader's calls."""
         timer = self.timer
         self._kind = kind
-        pulls = self.timer.pulls
+        pulls = timer.pulls
         length = max(timer.pipe.plan.depth if timer.pipelined else 1, timer.measure)
         # A visit over several batches runs whole cycles. Otherwise the length varies at random, so
         # that visits do not stay in step with periodic events.
@@ -298,16 +291,15 @@ class Rounds:
             length = timer.whole_cycles(length)
         elif length > 1:
             length += self._rng.choice((-1, 0, 1))
-        drain = pulls is not None and kind != PULL and self._is_slow(pulls, kind)
-        if drain and pulls is not None:
+        drain = False
+        if pulls is not None and kind != PULL and self._is_slow(pulls, kind):
+            drain = True
             length = pulls.in_turns(length)
         replayed = [kind] if kind not in (BASE, PULL) else []
         extra_s = 0.0
-        called = 0
 
         def begin_to_measure() -> None:
-            nonlocal extra_s, called
-            called = 0 if pulls is None else len(pulls.runs)
+            nonlocal extra_s
             # ``replay_in_backward_s`` is a running total, so the time of this visit is the
             # difference.
             extra_s = -timer.pipe.replay_in_backward_s(*replayed)
@@ -322,13 +314,11 @@ class Rounds:
                 if not is_alone():
                     run.end()
                 timer.pipe.check_shortcuts()
-                if pulls is not None:
-                    self._called.append(pulls.runs[called:])
-                return measured
+                return measured, run.calls
         except BaseException as error:
-            said = {BASE: "without a shortcut", PULL: "with the loader not called"}
-            what = said.get(kind, f"with task {kind!r} shortcut")
-            add_note(error, f"swpipe: while profiling {what}")
+            what = {BASE: "without a shortcut", PULL: "with the loader not called"}
+            shortcut = f"with task {kind!r} shortcut"
+            add_note(error, f"swpipe: while profiling {what.get(kind, shortcut)}")
             raise
 
     def _is_slow(self, pulls: Pulls, kind: Kind) -> bool:

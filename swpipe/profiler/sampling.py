@@ -106,7 +106,7 @@ class Sample(Sequence[Any]):
         length = pass_length if 0 < pass_length <= most else len(self)
         return length * (most // length) if length <= most else most
 
-    def seen(self, iterations: int) -> str:
+    def coverage(self, iterations: int) -> str:
         """Return a sentence that says how much of the loop was run."""
         there = len(self)
         if there == 1:
@@ -169,10 +169,5 @@ def pattern_of(steps_s: Sequence[float]) -> str:
     words = f"median {short_ms(usual_s)} ms, 95th percentile {short_ms(late_s)} ms"
     if len(slow) >= _LEAST_SLOW and len(apart) == 1:
         more_s = fmean(steps_s[k] for k in slow) - usual_s
-        return f"{words}; every {_ordinal(apart.pop())} takes {short_ms(more_s)} ms more"
+        return f"{words}; one in {apart.pop()} takes {short_ms(more_s)} ms more"
     return words if late_s > (1 + _SLOW) * usual_s or slow else ""
-
-
-def _ordinal(number: int) -> str:
-    ends = {1: "st", 2: "nd", 3: "rd"}
-    return f"{number}{'th' if number % 100 in (11, 12, 13) else ends.get(number % 10, 'th')}"

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, variance
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 K = TypeVar("K")
 
@@ -33,7 +34,8 @@ _STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45)
 _NORMAL_95 = 1.96
 
 
-class Estimate(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Estimate:
     """A time and the half-width of its 95% interval, both in seconds."""
 
     value_s: float
@@ -50,6 +52,11 @@ class Estimate(NamedTuple):
         if 0 < self.spread_s >= self.value_s:
             return f"< {short_ms(max(0.0, self.value_s) + self.spread_s)}"
         return f"{short_ms(self.value_s)}{within(self.spread_s)}"
+
+    @property
+    def exact(self) -> str:
+        """Milliseconds with their interval, both with three decimals."""
+        return f"{ms(self.value_s)}{within(self.spread_s, ms)}"
 
 
 def ms(seconds: float) -> str:
@@ -112,7 +119,7 @@ def time_saved(differences: Mapping[K, Sequence[float]]) -> dict[K, Estimate]:
     # ``squares`` are the sums of squared deviations, which add up over kinds as variances do not.
     squares = {kind: variance(of) * (len(of) - 1) for kind, of in differences.items()}
     freedoms = {kind: len(of) - 1 for kind, of in differences.items()}
-    found = {}
+    estimates = {}
     for kind, of in differences.items():
         others = sum(freedoms.values()) - freedoms[kind]
         prior = min(PRIOR, others)
@@ -121,8 +128,8 @@ def time_saved(differences: Mapping[K, Sequence[float]]) -> dict[K, Estimate]:
         # freedom.
         freedom = freedoms[kind] + prior
         error_s = math.sqrt((squares[kind] + prior * shared) / freedom / len(of))
-        found[kind] = Estimate(fmean(of), student_95(freedom) * error_s)
-    return found
+        estimates[kind] = Estimate(fmean(of), student_95(freedom) * error_s)
+    return estimates
 
 
 def with_replay(saved: Estimate, replay_s: float) -> Estimate:

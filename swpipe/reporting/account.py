@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from swpipe._distributed.shared_cores import cores, ranks_on_machine
@@ -35,7 +35,7 @@ from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.resolved import dependences_of
 from swpipe.planning import lower_bounds
 from swpipe.profiler import ProfileResult
-from swpipe.profiler.spread import Estimate, short_ms, within
+from swpipe.profiler.spread import Estimate, short_ms
 from swpipe.program import OWN, SOURCES
 from swpipe.trace import CriticalPath
 from swpipe.trace.critical_path import GAPS
@@ -114,45 +114,43 @@ class Ceiling:
     """The most that any overlap can gain: no plan for these tasks makes a step shorter.
 
     Attributes:
+        step: The time of a step.
         floor_s: The least time of a step, in seconds.
         limit: What determines ``floor_s``, in words.
         beside: The tasks that have to run at the same time as the limiting ones, longest first.
-        saved_s: The time of a step, less ``floor_s``.
-        spread_s: Half-width of the 95% interval of the step's time.
-        share: ``saved_s``, as a fraction of the step; from 0 to 1.
         needs: What a plan has to do to reach it, in a sentence.
     """
 
+    step: Estimate
     floor_s: float
-    limit: str
-    beside: tuple[str, ...]
-    saved_s: float
-    spread_s: float
-    share: float
-    needs: str
+    limit: str = ""
+    beside: tuple[str, ...] = ()
+    needs: str = ""
+
+    @property
+    def saved_s(self) -> float:
+        """The time of a step, less ``floor_s``."""
+        return self.step.value_s - self.floor_s
+
+    @property
+    def share(self) -> float:
+        """``saved_s``, as a fraction of the step; from 0 to 1."""
+        return self.saved_s / self.step.value_s
 
     @property
     def is_worth_it(self) -> bool:
         """Whether the gain is distinct from 0 and large enough to matter."""
-        return self.saved_s > self.spread_s and self.share >= WORTH
+        return self.saved_s > self.step.spread_s and self.share >= WORTH
 
     def after_trials(self, tried: Iterable[Estimate], shared: str) -> Ceiling:
         """Return the ceiling that remains when promising plans saved nothing in their trials.
 
         ``shared`` is what the tasks most likely share, which no cost shows.
         """
-        step_s = self.floor_s + self.saved_s
         # The trials are evidence that no plan of this kind saves more than the best of them.
-        saved_s = min(self.saved_s, max(0.0, *(one.value_s for one in tried)))
-        return replace(
-            self,
-            floor_s=step_s - saved_s,
-            limit=f"what tasks share, most likely {shared.partition(',')[0].partition(':')[0]}",
-            beside=(),
-            saved_s=saved_s,
-            share=saved_s / step_s,
-            needs="",
-        )
+        saved_s = min(self.saved_s, max(0.0, *(saved.value_s for saved in tried)))
+        limit = f"what tasks share, most likely {shared.partition(',')[0].partition(':')[0]}"
+        return Ceiling(self.step, self.step.value_s - saved_s, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +198,13 @@ class Roles:
 
 def _reached(name: str, after: Mapping[str, set[str]]) -> set[str]:
     # The transitive consumers of a task, which include the task itself if it lies on a cycle.
-    found: set[str] = set()
+    consumers: set[str] = set()
     ahead = [name]
     while ahead:
-        new = after[ahead.pop()] - found
-        found |= new
+        new = after[ahead.pop()] - consumers
+        consumers |= new
         ahead += new
-    return found
+    return consumers
 
 
 def account_of(
@@ -287,18 +285,19 @@ def _causes(
         waits: Cause = "collective" if communicates else "input"
         yield (waits if feeds else "compute"), 1.0
         return
-    host_s = profile.host_s.get(task, 0.0)
-    waiting = min(1.0, profile.blocked_s.get(task, 0.0) / host_s) if host_s else 0.0
+    thread = profile.tasks[task].thread
+    host_s = thread.host_s or 1.0
+    waiting = min(1.0, thread.blocked_s / host_s)
     # A small part off the CPU is preemption. Input tasks that wait, for a disk for example, stay
     # input.
     if waiting < _WAITS or (feeds and not communicates):
         waiting = 0.0
-    queued = min(1.0 - waiting, profile.core_s.get(task, 0.0) / host_s) if host_s else 0.0
+    queued = min(1.0 - waiting, thread.core_s / host_s)
     yield ("collective" if communicates else "host"), waiting
     yield "cores", queued
     # On a device with streams, host time on the critical path means that the device waits for the
     # host.
-    rest: Cause = "input" if feeds else "host" if profile.device_s else "compute"
+    rest: Cause = "input" if feeds else "host" if profile.on_streams else "compute"
     yield rest, 1.0 - waiting - queued
 
 
@@ -319,7 +318,7 @@ def _bound(
     busy = profile.limiting
     if profile.limited_by_loader and pace is not None:
         who = f"its {counted(pace.workers, 'worker')}" if pace.workers else "what it has of its own"
-        rest_s = profile.baseline_s - pace.start_s - max(0.0, profile.raw_s[PULL] - pace.start_s)
+        rest_s = profile.baseline_s - max(pace.start_s, profile.exposed_s[PULL])
         return "input-bound", (
             f"The loader makes a batch in {short_ms(pace.rate_s)} ms, with {who}; the rest of a "
             f"step takes {short_ms(rest_s)} ms."
@@ -345,10 +344,10 @@ def _bound(
 def _waiting_ranks(profile: ProfileResult) -> Iterator[str]:
     """Yield a sentence on the rank that waits longest for another rank, and the reason."""
     for wait in profile.rank_waits[:1]:
+        longer = listed([*wait.longer_there])
         yield (
-            f"Rank {wait.rank} waits {short_ms(wait.seconds)}{within(wait.spread_s)} ms of "
-            f"each step for rank {wait.waits_for}, which takes longer in "
-            f"{listed([*wait.longer_there])}."
+            f"Rank {wait.rank} waits {wait.waited.text} ms of each step for rank "
+            f"{wait.waits_for}, which takes longer in {longer}."
         )
 
 
@@ -365,7 +364,7 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
     # Tasks that cannot have workers: the pull, tasks on a cycle, and collectives, which are
     # ordered.
     stays = {PULL, *roles.recurring, *roles.communicating}
-    workers = {name: profile.workers(name) for name in profile.host_s if name not in stays}
+    workers = {n: task.most_workers for n, task in profile.tasks.items() if n not in stays}
     shared = {name: 1 / number for name, number in workers.items() if number > 1 and not streams}
     costs = profile.costs.with_scaled(shared)
     # With one thread more than tasks, the number of threads never limits the bound.
@@ -382,9 +381,11 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
         limit = f"{named}, which wait for each other across iterations"
     elif limiting[0] in shared:
         limit = f"{workers[limiting[0]]} threads: {limiting[0]}"
-    others = sorted(profile.host_s.keys() - limiting, key=lambda name: -profile.host_s[name])
+    host_s = profile.host_s
+    others = sorted(host_s.keys() - limiting, key=lambda name: -host_s[name])
     own_cores = max(1, cores() // ranks_on_machine())
-    on_cpu_s = max(cpu_s, sum(map(profile.cpu_s, profile.host_s))) / own_cores
+    tasks_s = sum(task.thread.cpu_s for task in profile.tasks.values())
+    on_cpu_s = max(cpu_s, tasks_s) / own_cores
     named = listed([f"the {LOADER}" if name == PULL else name for name in others], _NAMED)
     needs = f"To reach it, {named} must run beside that, on other threads." if named else ""
     # ``lower_bounds`` does not know the cores, the loader and the start of a pass. The first two
@@ -400,8 +401,6 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
         others = []
         limit = f"the loader, which makes a batch in {short_ms(pace.rate_s)} ms"
         needs = "To reach it, the loader has to be called early enough, and never wait."
-    step_s, spread_s = profile.step
     # Noise can put the bound above the measured step; the gain is never negative.
-    floor_s = min(floor_s + (0.0 if pace is None else pace.start_s), step_s)
-    saved_s = step_s - floor_s
-    return Ceiling(floor_s, limit, (*others,), saved_s, spread_s, saved_s / step_s, needs)
+    floor_s = min(floor_s + (0.0 if pace is None else pace.start_s), profile.baseline_s)
+    return Ceiling(profile.step, floor_s, limit, (*others,), needs)

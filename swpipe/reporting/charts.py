@@ -18,12 +18,9 @@ SHOWN = 4
 
 def exposed_chart(profile: ProfileResult) -> str:
     """Return bars with intervals for the tasks whose exposed times can be told apart from 0."""
-    known = [name for name in profile.tasks if is_known(profile, name)]
-    of, spread = (
-        {shown_name(n): s[n] for n in known} for s in (profile.exposed_s, profile.spread_s)
-    )
+    known = {shown_name(n): time for n, time in profile.exposures.items() if time.is_clear}
     try:
-        return bar_chart_svg([Bars("", of, spread)], title=None) if known else ""
+        return bar_chart_svg([Bars("", known)], title=None) if known else ""
     except ModuleNotFoundError:
         return ""  # without matplotlib; the table has the same figures
 
@@ -31,12 +28,6 @@ def exposed_chart(profile: ProfileResult) -> str:
 def shown_name(task: str) -> str:
     """Return the name of a task on the page, where a call of the loader is no task."""
     return LOADER if task in SOURCES else task
-
-
-def is_known(profile: ProfileResult, name: str) -> bool:
-    """Return whether a task's exposed time can be told apart from 0."""
-    exposed = profile.exposed(name)
-    return exposed is not None and exposed.is_clear
 
 
 def timeline_chart(traces: Mapping[str, Trace]) -> str:

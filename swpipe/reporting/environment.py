@@ -46,8 +46,8 @@ def environment_findings(
             yield Finding("blocking-setting", f"{name}={value}", text, "unset it")
     if torch.is_anomaly_enabled():
         text = "each operator keeps its stack, and the host reads all gradients to look for NaN"
-        mend = "torch.autograd.set_detect_anomaly(False)"
-        yield Finding("blocking-setting", "anomaly detection", text, mend)
+        fix = "torch.autograd.set_detect_anomaly(False)"
+        yield Finding("blocking-setting", "anomaly detection", text, fix)
     if (interval_s := sys.getswitchinterval()) > _MOST_SWITCH_S:
         text = "a thread that runs Python keeps the others waiting for so long"
         place = f"switch interval of {interval_s:g} s"
@@ -69,9 +69,9 @@ def _thread_findings(plan: PipelinePlan | None, workers: int) -> Iterator[Findin
         ("plan", groups + 1 if groups else 0, "fewer thread groups"),
     )
     too_many = [row for row in rows if row[1] * ranks > there_are]
-    for place, number, mend in too_many:
+    for place, number, fix in too_many:
         text = f"{number} threads or processes{each} run on {there_are} cores, and take turns"
-        yield Finding("threads", place, text, f"{mend}: {max(1, there_are // ranks)} at most")
+        yield Finding("threads", place, text, f"{fix}: {max(1, there_are // ranks)} at most")
     # No single number is too high, but together they may be. Twice the cores is the limit, since
     # these threads are not all busy at once.
     if not too_many and (intra_op + workers + groups) * ranks > 2 * there_are:
@@ -79,8 +79,8 @@ def _thread_findings(plan: PipelinePlan | None, workers: int) -> Iterator[Findin
             f"{intra_op} intra-op threads, {workers} loader workers and {groups} more thread "
             f"groups{each} run on {there_are} cores, and take turns"
         )
-        mend = "torch.set_num_threads(fewer): what overlaps needs cores of its own"
-        yield Finding("threads", "machine", text, mend)
+        fix = "torch.set_num_threads(fewer): what overlaps needs cores of its own"
+        yield Finding("threads", "machine", text, fix)
 
 
 def _connection_findings(plan: PipelinePlan | None) -> Iterator[Finding]:
@@ -95,5 +95,5 @@ def _connection_findings(plan: PipelinePlan | None) -> Iterator[Finding]:
             f"{connections} queues to the device for {streams} streams: work of one stream waits "
             "behind that of another"
         )
-        mend = f"{_CONNECTIONS}={min(32, max(streams, _CUDAS_CONNECTIONS))}, before CUDA starts"
-        yield Finding("connections", f"{_CONNECTIONS}={connections}", text, mend)
+        fix = f"{_CONNECTIONS}={min(32, max(streams, _CUDAS_CONNECTIONS))}, before CUDA starts"
+        yield Finding("connections", f"{_CONNECTIONS}={connections}", text, fix)

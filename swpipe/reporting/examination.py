@@ -22,13 +22,12 @@ from swpipe._values.walk import leaves_in, tensors_held
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import declared_effects
 from swpipe.core.loaders import unprepared
-from swpipe.core.messages import counted, listed
+from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan, StreamSpec, streams_of
 from swpipe.core.task import PipelineTask
 from swpipe.device import resolve
-from swpipe.pipeline import SWPipeline, borrowed
+from swpipe.pipeline import borrowed
 from swpipe.profiler import ProfileResult, measure_costs
-from swpipe.profiler.spread import ms, within
 from swpipe.profiler.trial import trial_state
 from swpipe.reporting.environment import environment_findings
 from swpipe.reporting.finding import Finding
@@ -67,10 +66,7 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
     """
     loader = None if loop.loader is None else unprepared(loop.loader)
     workers = loader.num_workers if isinstance(loader, DataLoader) else 0
-    serial = PipelinePlan.serial(loop.tasks)
-    with SWPipeline(
-        serial, loop.tasks, device=loop.device, context=loop.context, check_effects=False
-    ) as pipe:
+    with loop.opened(PipelinePlan.serial(loop.tasks)) as pipe:
         saved = trial_state(pipe, loop.batches[0], loop.state)
         recorder = WaitRecorder(pipe.device)
         feed = cycle(loop.batches)
@@ -102,7 +98,7 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
 
 
 def _per_iteration(recorder: WaitRecorder) -> Iterator[Finding]:
-    for finding, times in recorder.found.items():
+    for finding, times in recorder.findings.items():
         # The recorder counts over all watched iterations.
         yield replace(finding, text=f"{finding.text}; {times / _WATCHED:g} per iteration")
 
@@ -118,8 +114,8 @@ def _priority_findings(plan: PipelinePlan, computing: set[str]) -> Iterator[Find
             f"kernels of {listed(named)} have the priority of all others: where those of the "
             "model fill the device, they wait until one ends"
         )
-        mend = f"PipelinePlan(streams={{{named[0]!r}: StreamSpec(priority=-1)}})"
-        yield Finding("stream-priority", "plan", text, mend)
+        fix = f"PipelinePlan(streams={{{named[0]!r}: StreamSpec(priority=-1)}})"
+        yield Finding("stream-priority", "plan", text, fix)
 
 
 def _graph_breaks() -> Iterator[Finding]:
@@ -129,13 +125,13 @@ def _graph_breaks() -> Iterator[Finding]:
     if dynamo is None:
         return
     broken = {
-        (one.co_filename, one.co_firstlineno)
-        for one in dynamo.get_compilation_metrics()
+        (metrics.co_filename, metrics.co_firstlineno)
+        for metrics in dynamo.get_compilation_metrics()
         # torch 2.13 gives the function after a break this prefix; it has the position of the
         # original function. ``get_compilation_metrics`` and ``counters`` are private to
         # ``torch._dynamo.utils``.
-        if str(one.co_name).startswith("torch_dynamo_resume_in_")
-        and not any(map(Path(one.co_filename).is_relative_to, _OWN))
+        if str(metrics.co_name).startswith("torch_dynamo_resume_in_")
+        and not any(map(Path(metrics.co_filename).is_relative_to, _OWN))
     }
     reasons = [
         str(reason).partition("\n")[0]
@@ -144,43 +140,26 @@ def _graph_breaks() -> Iterator[Finding]:
     ]
     for file, line in sorted(broken):
         text = "torch.compile breaks the graph here: the host runs Python between the two parts"
-        mend = "torch.compile(fullgraph=True) says why; " + ("; ".join(reasons) or "no reason told")
-        yield Finding("graph-break", f"{file}:{line}", text, mend)
+        fix = "torch.compile(fullgraph=True) says why; " + ("; ".join(reasons) or "no reason given")
+        yield Finding("graph-break", f"{file}:{line}", text, fix)
 
 
 def _loader_findings(profile: ProfileResult) -> Iterator[Finding]:
+    """Yield a finding about batches that are made between two steps.
+
+    The advice of the profile is about a loader that works ahead, and about the start of a pass.
+    """
     pace = profile.loader
     saved = profile.exposed(PULL)
-    step_s = profile.baseline_s
-    if pace is None or saved is None:
+    if pace is None or saved is None or pace.works_ahead or not saved.is_clear:
         return
-    least_s = _SHARE * step_s
-    # The start of a pass is part of what the pull exposes, but has a mend of its own.
-    waits_s = saved.value_s - pace.start_s
-    if pace.start_s >= least_s:
-        text = f"each pass begins slowly: {ms(pace.start_s)} ms of each step of the pass"
-        mend = "less to do in the loader's __iter__ and for its first batch"
-        if pace.starts_workers:
-            text += f", in which the loader starts its {counted(pace.workers, 'worker')}"
-            mend = "DataLoader(persistent_workers=True)"
-        yield Finding("slow-pass-start", "loader", text, mend)
-    if not saved.is_clear or waits_s < least_s:
-        return
-    takes = f"{ms(waits_s)}{within(saved.spread_s, ms)} ms of a step"
-    if pace.works_ahead:
-        who = f"the loader's {counted(pace.workers, 'worker')}" if pace.workers else "the loader"
-        text = f"the loop waits for {who}, {takes}: a batch takes {ms(pace.rate_s)} ms"
-        mend = "less work for each batch"
-        if pace.workers:
-            # As many workers as needed for a batch in the time of the rest of the step.
-            more = pace.workers_for(max(step_s - saved.value_s, least_s))
-            mend = f"{more} workers, or {mend}; prefetch_factor if batches are uneven"
-        yield Finding("slow-loader", "loader", text, mend)
-        return
-    how = "mostly blocked" if PULL in profile.blocking else "on the CPU"
-    text = f"batches are made in this process, between two steps: {takes}, {how}"
-    mend = "DataLoader(num_workers=1), or overlap(loader, tasks, pull_ahead=True) if it may"
-    yield Finding("loader-in-process", "loader", text, mend)
+    waits = replace(saved, value_s=saved.value_s - pace.start_s)
+    if waits.value_s >= _SHARE * profile.baseline_s:
+        takes = f"{waits.exact} ms of a step"
+        how = "mostly blocked" if PULL in profile.blocking else "on the CPU"
+        text = f"batches are made in this process, between two steps: {takes}, {how}"
+        fix = "DataLoader(num_workers=1), or overlap(loader, tasks, pull_ahead=True) if it may"
+        yield Finding("loader-in-process", "loader", text, fix)
 
 
 def _repeated_rows(loader: Any, workers: int) -> Iterator[Finding]:
@@ -200,17 +179,18 @@ def _repeated_rows(loader: Any, workers: int) -> Iterator[Finding]:
         text = (
             f"each of its {workers} workers gives the same rows: an epoch has each {workers} times"
         )
-        mend = (
+        fix = (
             "let __iter__ of the dataset give every num_workers-th row, by "
             "torch.utils.data.get_worker_info(); or num_workers=1"
         )
-        yield Finding("repeated-rows", "loader", text, mend)
+        yield Finding("repeated-rows", "loader", text, fix)
 
 
 def _alike(batch: Any, other: Any) -> bool:
     # Batches are compared by their tensors bit by bit, and by their other plain values.
-    ours, theirs = ([*tensors_held(one)] for one in (batch, other))
-    values, others = ([v for v in leaves_in(one) if isinstance(v, PLAIN)] for one in (batch, other))
+    batches = (batch, other)
+    ours, theirs = ([*tensors_held(each)] for each in batches)
+    values, others = ([v for v in leaves_in(each) if isinstance(v, PLAIN)] for each in batches)
     return values == others and len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
 
 
@@ -236,8 +216,8 @@ def _lock_findings(
                 f"holds the interpreter lock for {cost.gil_us / 1e3:.3f} of "
                 f"{cost.host_us / 1e3:.3f} ms: on a thread of its own it stops the Python of others"
             )
-            mend = (
+            fix = (
                 "let the loader's worker processes do it, or functions that release the lock "
                 "(torch, numpy, pyarrow)"
             )
-            yield Finding("interpreter-lock", f"task {name!r}", text, mend)
+            yield Finding("interpreter-lock", f"task {name!r}", text, fix)

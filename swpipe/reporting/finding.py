@@ -13,13 +13,13 @@ class Finding:
         rule: The kind of the finding, such as "host-sync"; the guide lists them.
         place: ``file:line`` and the task; or a variable, a setting, "plan", "loader" or "machine".
         text: The fact, and what it prevents.
-        mend: What to do about it.
+        fix: What to do about it.
     """
 
     rule: str
     place: str
     text: str
-    mend: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.text} [{self.rule}]\n  mend: {self.mend}"
+        return f"{self.place}: {self.text} [{self.rule}]\n  fix: {self.fix}"

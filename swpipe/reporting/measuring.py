@@ -32,13 +32,12 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import PlanError
-from swpipe.pipeline import SWPipeline, borrowed
+from swpipe.pipeline import borrowed
 from swpipe.planning import simulate
 from swpipe.profiler import Advice, ProfileResult, TaskProfiler
 from swpipe.profiler.advice import MOST
 from swpipe.profiler.contention import Contention, contention
 from swpipe.profiler.measure import Pulls
-from swpipe.profiler.rank_differences import rank_differences
 from swpipe.profiler.rank_times import waited_for
 from swpipe.profiler.sampling import MOST as MOST_SEEN
 from swpipe.profiler.spread import Estimate, mean_of
@@ -133,20 +132,17 @@ def report_on(
     pipelined = plan is not None and plan.depth > 1
     # All ranks measure, exchange the results, and choose the same rank: the one that others wait
     # for.
-    found = _measure(loop, runs_under, rounds, pulls, pipelined=pipelined)
-    everyone: list[_Measured] = loop.gather(found)
-    of_ranks = found.profile.ranks
-    rank = waited_for(of_ranks, found.profile.rank_waits) if of_ranks else 0
+    own = _measure(loop, runs_under, rounds, pulls, pipelined=pipelined)
+    everyone: list[_Measured] = loop.gather(own)
+    of_ranks = own.profile.ranks
+    rank = waited_for(of_ranks, own.profile.rank_waits) if of_ranks else 0
     profile, trace, cpu_s = everyone[rank]
-    account = account_of(
-        profile,
-        trace.critical_path(),
-        inferred,
-        streams=loop.has_streams,
-        cpu_s=cpu_s,
-    )
-    told = StepReport(
-        *(account.parts, account.verdict, account.ceiling),
+    streams = loop.has_streams
+    account = account_of(profile, trace.critical_path(), inferred, streams=streams, cpu_s=cpu_s)
+    page = StepReport(
+        account.parts,
+        account.verdict,
+        account.ceiling,
         name=name,
         plan=runs_under,
         changes=(),
@@ -154,65 +150,60 @@ def report_on(
         measured=trace,
         rank=rank,
         machine={
-            "device": str(loop.device or ("accelerator" if loop.has_streams else "cpu")),
+            "device": str(loop.device or ("accelerator" if streams else "cpu")),
             "cores": str(cores()),
             "torch": torch.__version__,
             "Python": platform.python_version(),
         },
     )
     # The ranks decide together, since the trials below are collective.
-    if any(loop.gather(told.cannot_tell)):
-        return told
+    if any(loop.gather(page.cannot_tell)):
+        return page
     costs = replace(profile.costs, memory=loop.measure_memory())
-    predicted = None
     with suppress(PlanError):  # too large to simulate
-        predicted = simulate(runs_under, costs, streams=loop.has_streams)
-    memory = None if predicted is None else predicted.memory
-    forecast = None
-    if len(everyone) > 1 and any(entry.globally_ordered for entry in runs_under.schedule.values()):
+        predicted = simulate(runs_under, costs, streams=streams)
+        memory = predicted.memory
+        page = replace(
+            page,
+            predicted=predicted.trace(),
+            predicted_s=predicted.ii_us / 1e6,
+            memory=memory if memory is not None and memory.bytes else None,
+        )
+    differences = profile.differences
+    if differences is not None and profile.collectives:
         forecast = rank_forecast(
             runs_under,
-            rank_differences([each.profile.costs for each in everyone], runs_under),
-            streams=loop.has_streams,
-            allowed=lambda one: keeps_order(loop, recording, one),
+            differences,
+            streams=streams,
+            allowed=lambda plan: keeps_order(loop, recording, plan),
         )
+        page = replace(page, forecast=forecast)
     trials = _Trials(loop, runs_under, pulls, rounds, profile.baseline_s)
-    changes, not_kept = trials.of_advice(profile, account.ceiling)
+    changes, not_kept = trials.of_advice(profile, page.ceiling)
+    is_advised = any(change.advice.plan for change in changes)
     # A plan was promised to save time and did not. The ceiling is corrected, because the cause of
     # the failure limits other plans as well.
-    in_vain = ""
-    if not_kept and not any(one.advice.plan for one in changes):
+    if not_kept and not is_advised:
         why = trials.why_in_vain(profile, not_kept)
-        in_vain = why.text
-        told = replace(told, ceiling=told.ceiling.after_trials(not_kept.values(), why.cause))
+        ceiling = page.ceiling.after_trials(not_kept.values(), why.cause)
+        page = replace(page, in_vain=why.text, ceiling=ceiling)
     # Ready-made plans are a fallback: they are tried only if the advice contains no plan but the
     # ceiling says that one could help.
-    if account.ceiling.is_worth_it and not any(one.advice.plan for one in changes):
+    if account.ceiling.is_worth_it and not is_advised:
         fitting = {
-            name: replace(one, tasks=())
-            for name, one in ready_made.items()
-            if {*one.schedule} == {*runs_under.schedule}
-            and dict(one.schedule) != dict(runs_under.schedule)
-            and keeps_order(loop, recording, one)
+            name: replace(plan, tasks=())
+            for name, plan in ready_made.items()
+            if {*plan.schedule} == {*runs_under.schedule}
+            and dict(plan.schedule) != dict(runs_under.schedule)
+            and keeps_order(loop, recording, plan)
         }
         tried = trials.saved(fitting)
-        best = trials.best(fitting, tried)
-        changes = (*best, *changes)[:MOST]
+        changes = (*trials.best(fitting, tried), *changes)[:MOST]
         not_kept = {**not_kept, **tried}
     # The examination runs the loop serially, whatever plan the loop is under.
     loop.progress("looking for what keeps work from overlapping")
-    findings = examine(loop, plan, found.profile)
-    return replace(
-        told,
-        changes=changes,
-        predicted=None if predicted is None else predicted.trace(),
-        predicted_s=None if predicted is None else predicted.ii_us / 1e6,
-        memory=memory if memory is not None and memory.bytes else None,
-        findings=loop.gather(findings)[rank],
-        not_kept=not_kept,
-        in_vain=in_vain,
-        forecast=forecast,
-    )
+    findings = loop.gather(examine(loop, plan, own.profile))[rank]
+    return replace(page, changes=changes, findings=findings, not_kept=not_kept)
 
 
 class _Measured(NamedTuple):
@@ -231,9 +222,7 @@ def _measure(
 ) -> _Measured:
     """Trace some iterations and profile the loop, and restore the state."""
     loop.progress("recording a timeline")
-    with SWPipeline(
-        plan, loop.tasks, device=loop.device, context=loop.context, check_effects=False
-    ) as pipe:
+    with loop.opened(plan) as pipe:
         batches: Iterator[Any] = cycle(loop.batches)
         if pulls is not None:
             pulls.measure()
@@ -298,7 +287,7 @@ class _Trials(NamedTuple):
 
         No plan promises more than the ceiling.
         """
-        plans = {one.change: one.plan for one in profile.advice if one.plan is not None}
+        plans = {each.change: each.plan for each in profile.advice if each.plan is not None}
         tried = self.saved(plans)
         not_kept = {change: saved for change, saved in tried.items() if not saved.is_clear}
         changes = []
@@ -306,8 +295,8 @@ class _Trials(NamedTuple):
             most_s = min(each.saved_s, ceiling.saved_s) if each.plan else each.saved_s
             # A change without a plan cannot be tried, so it stays with its promise alone.
             if each.change not in not_kept:
-                one = replace(each, saved_s=most_s)
-                changes.append(PromisedChange(one, tried.get(each.change)))
+                advice = replace(each, saved=replace(each.saved, value_s=most_s))
+                changes.append(PromisedChange(advice, tried.get(each.change)))
         return (*changes,), not_kept
 
     def saved(self, plans: Mapping[str, PipelinePlan]) -> dict[str, Estimate]:
@@ -331,14 +320,13 @@ class _Trials(NamedTuple):
         loop = self.loop
         loop.progress("looking for what tasks share that does not show in their costs")
         # The first plan of the advice promised most, so its failure is the most informative.
-        plan = next(one.plan for one in profile.advice if one.plan and one.change in tried)
-        said: Any = {"device": loop.device, "context": loop.context, "check_effects": False}
-        with SWPipeline(plan, loop.tasks, **said) as pipe:
+        plan = next(each.plan for each in profile.advice if each.plan and each.change in tried)
+        with loop.opened(plan) as pipe:
             saved = trial_state(pipe, loop.batches[0], None)
             with saved.trial(), borrowed(pipe):
                 batches = loop.batches.section(0, Window().num_measure)
-                cpu_s = {name: profile.cpu_s(name) for name in profile.host_s}
-                return contention(pipe, batches, profile.host_s, cpu_s, len(batches))
+                alone = {name: task.thread for name, task in profile.tasks.items()}
+                return contention(pipe, batches, alone)
 
     def _window(self, plans: int) -> Window:
         """Return a window through the loop's batches, or through as many as fit in the time."""
@@ -359,6 +347,6 @@ class _Trials(NamedTuple):
                 again = self.saved({name: plans[name]})[name]
                 if again.is_clear:
                     words = f"run it under the ready-made plan {name}"
-                    advice = Advice(words, "", *tried[name], plan=plans[name])
+                    advice = Advice(words, "", tried[name], plan=plans[name])
                     return (PromisedChange(advice, again),)
         return ()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from swpipe.core.files import write_atomically
 from swpipe.core.messages import listed
@@ -20,9 +19,9 @@ from swpipe.core.tables import wrapped
 from swpipe.profiler import Advice, ProfileResult
 from swpipe.profiler.rank_times import host_ends, step_ends
 from swpipe.profiler.sampling import pattern_of
-from swpipe.profiler.spread import Estimate, short_ms, within
+from swpipe.profiler.spread import Estimate, short_ms
 from swpipe.reporting.account import LOADER, START, WORTH, StepAccount
-from swpipe.reporting.charts import SHOWN, exposed_chart, is_known, shown_name, timeline_chart
+from swpipe.reporting.charts import SHOWN, exposed_chart, shown_name, timeline_chart
 from swpipe.reporting.finding import Finding
 from swpipe.reporting.rank_forecast import RankForecast
 from swpipe.trace import PeakMemory, Trace
@@ -44,26 +43,21 @@ class PromisedChange:
     tried: Estimate | None = None
 
     @property
-    def promised(self) -> str:
-        """The promised saving, in milliseconds."""
-        return f"{short_ms(self.advice.saved_s)}{within(self.advice.spread_s)} ms"
-
-    @property
     def gave(self) -> str:
         """The saving in the trial, in milliseconds; "" if the change was not tried."""
         if self.tried is None:
             return ""
-        given = f"{short_ms(self.tried.value_s)}{within(self.tried.spread_s)} ms"
-        return given + ("" if self.kept else ", not as promised")
+        return f"{self.tried.text} ms" + ("" if self.kept else ", not as promised")
 
     @property
     def kept(self) -> bool | None:
         """Whether promise and trial agree within their intervals; None if not tried."""
         if self.tried is None:
             return None
-        apart_s = abs(self.tried.value_s - self.advice.saved_s)
+        promised = self.advice.saved
         # Both intervals count, so the two may differ by their sum.
-        return apart_s <= self.tried.spread_s + self.advice.spread_s
+        apart_s = abs(self.tried.value_s - promised.value_s)
+        return apart_s <= self.tried.spread_s + promised.spread_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +105,13 @@ class StepReport(StepAccount):
     @property
     def busy(self) -> str:
         """A sentence if other processes disturbed the measurements; "" if not."""
-        load = self.profile.other_load
-        return f"{capitalised(load.text)}." if load is not None and load.is_busy else ""
+        clause = self.profile.measurement.disturbance
+        return f"{capitalised(clause)}." if clause else ""
 
     @property
     def cannot_tell(self) -> bool:
         """Whether other processes disturbed the measurements too much to conclude anything."""
-        load = self.profile.other_load
+        load = self.profile.measurement.other_load
         return load is not None and load.is_too_busy
 
     @property
@@ -141,24 +135,21 @@ class StepReport(StepAccount):
     @property
     def why_no_plan(self) -> str:
         """What the ceiling requires, and why no plan is advised that comes nearer; "" if one is."""
-        if not self.ceiling.is_worth_it or any(one.advice.plan for one in self.changes):
+        if not self.ceiling.is_worth_it or any(change.advice.plan for change in self.changes):
             return ""
-        said = [self.ceiling.needs]
+        why = "No change to the plan promises more than its uncertainty."
         # The tasks that would have to move are the most relevant, so their reasons come first.
-        reasons = {one.advice.task: one.advice.not_moved for one in self.changes}
-        told = [task for task in (*self.ceiling.beside, *reasons) if reasons.get(task)]
-        if told:
-            said.append(f"{capitalised(told[0])} is not moved: {reasons[told[0]]}.")
-        else:
-            said.append("No change to the plan promises more than its uncertainty.")
-        if self.not_kept:
-            said.append(self._tried)
-        return " ".join(said)
+        reasons = {change.advice.task: change.advice.not_moved for change in self.changes}
+        for task in (*self.ceiling.beside, *reasons):
+            if reasons.get(task):
+                why = f"{capitalised(task)} is not moved: {reasons[task]}."
+                break
+        return " ".join([self.ceiling.needs, why, *([self._tried] if self.not_kept else [])])
 
     @property
     def pattern(self) -> str:
         """How steps differ, in words; "" if they do not."""
-        return pattern_of(self.profile.steps_s)
+        return pattern_of(self.profile.iteration.each_s)
 
     @property
     def straggler(self) -> str:
@@ -190,18 +181,18 @@ class StepReport(StepAccount):
 
     def _lines(self) -> Iterator[str]:
         ceiling = self.ceiling
-        step = self.profile.step
+        uncovered = self.profile.measurement.uncovered
         if self.busy:
             yield self.busy
         # Figures are still shown on a machine that is too busy, but nothing is concluded from them.
         if not self.cannot_tell:
             yield f"{self.verdict.bound}. {self.verdict.why}"
-        yield f"step: {short_ms(step.value_s)}{within(step.spread_s)} ms"
+        yield f"step: {self.profile.step.text} ms"
         if self.pattern:
             yield f"steps differ: {self.pattern}"
         # A sample that covers the whole loop needs no remark.
-        if self.profile.seen and not self.profile.seen.startswith("All"):
-            yield f"seen: {self.profile.seen}"
+        if uncovered:
+            yield f"coverage: {uncovered}"
         if self.cannot_tell:
             yield "Beside other processes, what bounds it and what to change cannot be told."
             yield f"next step: {self.next_step}"
@@ -222,56 +213,38 @@ class StepReport(StepAccount):
         yield f"next step: {self.next_step}"
         for change in self.changes[:1]:
             tried = f"; when it was tried, it saved {change.gave}" if change.gave else ""
-            yield f"  promises {change.promised}{tried}"
+            yield f"  promises {change.advice.saved.text} ms{tried}"
         if self.memory is not None:
             yield self.memory.format()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain data, for tools; times in milliseconds.
+        """Return the report as plain data, for tools; times in seconds.
 
-        Keys: ``version`` (1), ``name``, ``busy``, ``bound`` (None if the machine was too busy to
-        tell), ``why``, ``step``, ``steps_differ``, ``seen``, ``parts``, ``ceiling``, ``in_vain``,
-        ``next_step``, ``changes``, ``findings``, ``rank``, ``waits`` (of ranks), ``machine``. A
-        time with an interval is ``ms`` and ``spread_ms``. Keys may be added. If a key changes its
-        meaning, ``version`` changes.
+        Keys: ``version`` (1), ``name``, ``busy``, ``verdict`` (None if the machine was too busy to
+        tell), ``step``, ``steps_differ``, ``coverage``, ``parts``, ``ceiling``, ``in_vain``,
+        ``next_step``, ``changes``, ``findings``, ``rank``, ``waits`` (of ranks), ``machine``. Their
+        values have the attributes of the objects of the same names. Keys may be added. If a key
+        changes its meaning, ``version`` changes.
         """
-        ceiling = self.ceiling
-        told = not self.cannot_tell
         return {
             "version": 1,
             "name": self.name,
             "busy": self.busy,
-            "bound": self.verdict.bound if told else None,
-            "why": self.verdict.why if told else "",
-            "step": _estimate(self.profile.step),
+            "verdict": None if self.cannot_tell else asdict(self.verdict),
+            "step": asdict(self.profile.step),
             "steps_differ": self.pattern,
-            "seen": self.profile.seen,
-            "parts": [
-                {"task": one.task, "cause": one.cause, "ms": _ms(one.seconds)} for one in self.parts
-            ],
-            "ceiling": {
-                "saved": _ms(ceiling.saved_s),
-                "worth_it": ceiling.is_worth_it,
-                "limit": ceiling.limit,
-            },
+            "coverage": self.profile.measurement.coverage,
+            "parts": [asdict(part) for part in self.parts],
+            "ceiling": {**asdict(self.ceiling), "is_worth_it": self.ceiling.is_worth_it},
             "in_vain": self.in_vain,
             "next_step": self.next_step,
             "changes": [
-                {
-                    "change": one.advice.change,
-                    "task": one.advice.task,
-                    "promised": _estimate(Estimate(one.advice.saved_s, one.advice.spread_s)),
-                    "tried": None if one.tried is None else _estimate(one.tried),
-                    "plan": one.advice.plan and json.loads(one.advice.plan.to_json()),
-                }
-                for one in self.changes
+                {"advice": change.advice.to_dict(), "tried": change.tried and asdict(change.tried)}
+                for change in self.changes
             ],
-            "findings": [asdict(one) for one in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "rank": self.rank,
-            "waits": [
-                {"rank": one.rank, "for": one.waits_for, "ms": _ms(one.seconds)}
-                for one in self.profile.rank_waits
-            ],
+            "waits": [asdict(wait) for wait in self.profile.rank_waits],
             "machine": dict(self.machine),
         }
 
@@ -286,15 +259,6 @@ class StepReport(StepAccount):
     def _repr_html_(self) -> str:
         """Return the page in a frame of its own, so that its style does not affect the notebook."""
         return f'<iframe srcdoc="{escape(self.to_html())}" width="100%" height="900"></iframe>'
-
-
-def _ms(seconds: float) -> float:
-    # Nanoseconds are the finest that any clock here resolves.
-    return round(1e3 * seconds, 6)
-
-
-def _estimate(of: Estimate) -> dict[str, float]:
-    return {"ms": _ms(of.value_s), "spread_ms": _ms(of.spread_s)}
 
 
 def capitalised(text: str) -> str:
@@ -316,28 +280,23 @@ def page_of(report: StepReport) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters |= {"ms": short_ms, "percent": _percent, "sentence": capitalised}
+    environment.filters |= {"name": shown_name, "href": _data_url}
     template = environment.from_string((place / "page.html").read_text(encoding="utf-8"))
     iterations = len({span.iteration for span in report.measured.spans})
+    exposures = report.profile.exposures
+    ranks = report.profile.ranks
     return template.render(
         report=report,
         style=(place / "page.css").read_text(encoding="utf-8"),
-        ms=short_ms,
-        within=within,
-        percent=_percent,
-        under=_under(report),
-        changes=[_change(number, one) for number, one in enumerate(report.changes, 1)],
         rows=list(_rows(report)),
-        total_s=sum(part.seconds for part in report.parts),
-        total=sum(part.share for part in report.parts),
-        spent=", ".join(f"{c} {_percent(s)}" for c, s in report.verdict.shares.items()),
         exposed=exposed_chart(report.profile),
         # Tasks whose exposed time may be 0 would be bars without a meaning, so the page lists their
         # names.
-        hidden=[shown_name(n) for n in report.profile.tasks if not is_known(report.profile, n)],
+        hidden=[shown_name(name) for name, time in exposures.items() if not time.is_clear],
         timeline=timeline_chart(_timelines(report)),
-        shown=f"{min(SHOWN, iterations)} steady iterations of {iterations}.{_timed_apart(report)}",
-        ranks=_ranks(report),
-        memory=report.memory and capitalised(report.memory.format().removeprefix("memory: ")),
+        shown=f"{min(SHOWN, iterations)} steady iterations of {iterations}",
+        ranks=[("step", step_ends(ranks)), *host_ends(ranks).items()] if len(ranks) > 1 else [],
     )
 
 
@@ -345,57 +304,36 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
 
 
-def _under(report: StepReport) -> str:
-    groups = len(report.plan.thread_groups)
-    if report.profile.mode == "serial":
-        return "plain loop"
-    return f"under a plan with {groups} thread groups, {report.plan.depth} iterations in flight"
+def _data_url(plan: PipelinePlan) -> str:
+    # A plan is embedded in the page, so that the page is a single file.
+    return f"data:application/json;base64,{base64.b64encode(plan.to_json().encode()).decode()}"
 
 
-def _change(number: int, one: PromisedChange) -> dict[str, str]:
-    advice = one.advice
-    # A change without a plan has no file to download.
-    text = "" if advice.plan is None else advice.plan.to_json()
-    # The plan is embedded as a data URL, so that the page is a single file.
-    data = base64.b64encode(text.encode()).decode()
-    return {
-        "change": capitalised(advice.change),
-        "promised": one.promised,
-        "tried": one.gave,
-        "limit": advice.limit,
-        "not_moved": advice.not_moved,
-        "file": f"plan-{number}.json",
-        "href": f"data:application/json;base64,{data}" if text else "",
-    }
+class _Row(NamedTuple):
+    """A row of the page's table of tasks: its part of the step, and what it is spent on."""
+
+    task: str
+    part_s: float
+    causes: str
+    note: str
 
 
-def _rows(report: StepReport) -> Iterator[dict[str, str]]:
-    """Yield a row per task: its part of the step, and what its removal saves."""
-    profile = report.profile
+def _rows(report: StepReport) -> Iterator[_Row]:
+    """Yield a row per task; parts without a host time, such as the gaps, follow the tasks."""
     parts: dict[str, float] = defaultdict(float)
-    causes: dict[str, list[str]] = defaultdict(list)  # in the order of CAUSES, like the parts
+    causes: dict[str, dict[str, None]] = defaultdict(dict)  # in the order of CAUSES, like the parts
     for part in report.parts:
         # On the page, the loader is one row: its calls and the start of a pass belong to it.
         name = PULL if part.task in (LOADER, START) else part.task
         # A task has several parts if it both waits and computes; the row shows their sum.
         parts[name] += part.seconds
         if part.share >= WORTH:
-            causes[name].append(part.cause)
-    # Parts without a host time, such as the gaps, follow the tasks.
-    for name in dict.fromkeys([*profile.host_s, *parts]):
-        exposed = profile.exposed(name)
-        seconds = parts[name]
-        takes_s = profile.host_s.get(name, 0.0) + profile.device_s.get(name, 0.0)
-        yield {
-            "task": shown_name(name),
-            "part": short_ms(seconds),
-            "share": _percent(seconds / profile.baseline_s),
-            # A task without a part is not on the critical path: other work hides it.
-            "cause": ", ".join(dict.fromkeys(causes[name])) or ("" if seconds else "hidden"),
-            "removed": "" if exposed is None else exposed.text,
-            "takes": short_ms(takes_s) if name in profile.host_s else "",
-            "note": _note(report, name, seconds),
-        }
+            causes[name][part.cause] = None
+    for name in dict.fromkeys([*report.profile.tasks, *parts]):
+        part_s = parts[name]
+        # A task without a part is not on the critical path: other work hides it.
+        spent = ", ".join(causes[name]) or ("" if part_s else "hidden")
+        yield _Row(name, part_s, spent, _note(report, name, part_s))
 
 
 def _note(report: StepReport, name: str, part_s: float) -> str:
@@ -403,7 +341,7 @@ def _note(report: StepReport, name: str, part_s: float) -> str:
     profile = report.profile
     exposed = profile.exposed(name)
     if exposed is None:
-        return profile.not_measured.get(name, "")
+        return profile.tasks[name].not_measured if name in profile.tasks else ""
     # Exposed time and share of the critical path answer different questions, so large differences
     # need a remark.
     apart_s = exposed.value_s - part_s
@@ -411,56 +349,16 @@ def _note(report: StepReport, name: str, part_s: float) -> str:
         return ""
     if apart_s < 0:
         return "removed, it saves less than its part: something else takes as long"
-    others = profile.in_others_s.get(name)
+    others = profile.tasks[name].in_others_s
     # The profile may know which tasks take less, or only that the step does.
     which = f" ({listed(others)})" if others else ""
     return f"removed, it saves more than its part: others{which} take less without it"
 
 
-def _timed_apart(report: StepReport) -> str:
-    """Return why the timelines' figures differ from the step's; "" if they agree."""
-    pace = report.profile.loader
-    step = report.profile.step
-    start_s = 0.0 if pace is None else pace.start_s
-    # Differences within the interval and a few percent of the step need no explanation.
-    apart_s = step.spread_s + _APART * step.value_s
-    said = [""]
-    measured_s = report.measured.initiation_interval_s
-    # The trace lies within one pass, so the start of a pass is not in it.
-    if measured_s is not None and abs(measured_s + start_s - step.value_s) > apart_s:
-        said.append("It was recorded at another time than the profile, and took another time.")
-    elif start_s > apart_s:
-        said.append("Without the start of a pass.")
-    if report.predicted_s is not None and abs(report.predicted_s - step.value_s) > apart_s:
-        said.append(
-            "The prediction leaves out what tasks cost each other: cores, memory, the interpreter "
-            "lock."
-        )
-    return " ".join(said)
-
-
-def _ranks(report: StepReport) -> list[dict[str, str]]:
-    """Return a row for the step and one per task: the median, and the worst rank."""
-    ranks = report.profile.ranks
-    if len(ranks) < 2:
-        return []
-    return [
-        {
-            "task": shown_name(name),
-            "median": short_ms(one.median_s),
-            "worst": Estimate(one.worst_s, one.spread_s).text,
-            "rank": str(one.rank),
-            # Relative to the median, since the ranks' times are compared with each other.
-            "share": _percent(one.worst_s / one.median_s) if one.median_s else "",
-        }
-        for name, one in (("step", step_ends(ranks)), *host_ends(ranks).items())
-    ]
-
-
 def _timelines(report: StepReport) -> dict[str, Any]:
     measured_s = report.measured.initiation_interval_s
     took = "" if measured_s is None else f": {short_ms(measured_s)} ms per iteration"
-    found = {f"measured{took}": report.measured}
+    traces = {f"measured{took}": report.measured}
     if report.predicted is not None and report.predicted_s is not None:
-        found[f"predicted: {short_ms(report.predicted_s)} ms per iteration"] = report.predicted
-    return found
+        traces[f"predicted: {short_ms(report.predicted_s)} ms per iteration"] = report.predicted
+    return traces

@@ -49,14 +49,14 @@ class WaitRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         task: The task that runs.
-        found: Each finding with the number of its occurrences.
+        findings: Each finding with the number of its occurrences.
         computing: Tasks that queued work other than copies on the device.
     """
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self.task = ""
-        self.found: Counter[Finding] = Counter()
+        self.findings: Counter[Finding] = Counter()
         self.computing: set[str] = set()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,22 +64,20 @@ class WaitRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         # ``name()`` is "namespace::operator.overload".
         name = func.name().partition("::")[2].partition(".")[0]
-        on = self._device.holds_work
-        if on([*args, *kwargs.values()]):
-            # Copies, views and ``lift_fresh``, which wraps a new constant, compute nothing.
-            if name not in _COPIES and not func.is_view and name != "lift_fresh":
-                self.computing.add(self.task)
-            if name == "lift_fresh":
-                self.add(UNPINNED, "a tensor is made of Python values, and copied in turn", _MADE)
-            elif name in _COPIES:
-                self._judge_copy(name, args, kwargs, result)
-            # Tags are torch's own declaration of which operators read values from the device.
-            elif torch.Tag.data_dependent_output in func.tags:
-                self.add(SYNC, f"{_WAITS}, to read a value (item(), bool(), if): {name}", _KEEP)
-            elif _shape_depends(func, name, args, kwargs):
-                self.add(SHAPE, f"{_WAITS}, since a shape depends on values: {name}", _FIXED)
-        elif name in _COPIES:
+        on_device = self._device.holds_work([*args, *kwargs.values()])
+        is_copy = name in _COPIES
+        # Copies, views and ``lift_fresh``, which wraps a new constant, compute nothing.
+        if on_device and not (is_copy or func.is_view or name == "lift_fresh"):
+            self.computing.add(self.task)
+        if is_copy:
             self._judge_copy(name, args, kwargs, result)
+        elif on_device and name == "lift_fresh":
+            self.add(UNPINNED, "a tensor is made of Python values, by a copy that blocks", _MADE)
+        # Tags are torch's own declaration of which operators read values from the device.
+        elif on_device and torch.Tag.data_dependent_output in func.tags:
+            self.add(SYNC, f"{_WAITS}, to read a value (item(), bool(), if): {name}", _KEEP)
+        elif on_device and _shape_depends(func, name, args, kwargs):
+            self.add(SHAPE, f"{_WAITS}, since a shape depends on values: {name}", _FIXED)
         # A collective counts as work even if ``holds_work`` does not recognize its arguments.
         if func.namespace in COLLECTIVES:
             self.computing.add(self.task)
@@ -105,16 +103,16 @@ class WaitRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         elif from_device and self._device.pins_memory and not target.is_pinned():
             self.add(SYNC, f"{_WAITS}: a copy to memory that is not pinned", _TO_HOST)
 
-    def add(self, rule: str, text: str, mend: str) -> None:
+    def add(self, rule: str, text: str, fix: str) -> None:
         """Record a finding at the line that runs."""
         place = f"{_line_of(sys._getframe())}task {self.task!r}"
-        self.found[Finding(rule, place, text, mend)] += 1
+        self.findings[Finding(rule, place, text, fix)] += 1
 
     def add_unseen(self) -> None:
         """Record a wait that torch reports, unless there is a finding for the same place."""
         place = f"{_line_of(sys._getframe())}task {self.task!r}"
-        if not any(one.place == place for one in self.found):
-            self.found[Finding(SYNC, place, f"{_WAITS}, as torch tells", _KEEP)] += 1
+        if not any(finding.place == place for finding in self.findings):
+            self.findings[Finding(SYNC, place, f"{_WAITS}, as torch reports", _KEEP)] += 1
 
 
 _WAITS = "the host waits for all work that it has queued on the device"
@@ -124,7 +122,7 @@ _TO_HOST = f"{_KEEP}; copy it into pinned memory, with non_blocking=True, and wa
 
 def _shape_depends(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name in _INDEXED:
-        masks = [one for one in tensors_of(args[1]) if one.dtype in (torch.bool, torch.uint8)]
+        masks = [t for t in tensors_of(args[1]) if t.dtype in (torch.bool, torch.uint8)]
         # torch fills in a single value under a mask without reading the mask on the host.
         return bool(masks) and not (name in _MASKED_WRITES and args[2].numel() == 1)
     if kwargs.get("output_size") is not None:
@@ -184,7 +182,7 @@ _TOLD = "called a synchronizing"
 
 def _line_of(frame: FrameType | None) -> str:
     """Return ``file:line, `` of the user's code that runs, or else of a library; "" if neither."""
-    found = ""
+    line = ""
     # The walk goes outwards and ends at ``swpipe._engine.serial``, which called the task.
     while frame is not None and frame.f_globals.get("__name__") != "swpipe._engine.serial":
         module = frame.f_globals.get("__name__", "")
@@ -193,13 +191,13 @@ def _line_of(frame: FrameType | None) -> str:
             own = "site-packages" not in path.parts
             # The innermost line of the user's own code is preferred. Without one, it is the
             # innermost line of an installed library.
-            if own or not found:
+            if own or not line:
                 shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-                found = f"{shown}:{frame.f_lineno}, "
+                line = f"{shown}:{frame.f_lineno}, "
             if own:
                 break
         frame = frame.f_back
-    return found
+    return line
 
 
 def _is_of_loop(module: str) -> bool:

@@ -7,11 +7,9 @@ from swpipe.trace.lanes import LaneTimes
 from swpipe.trace.span import Row, Span
 from swpipe.trace.step_times import StepTimes
 from swpipe.trace.trace import (
-    OverRanks,
     TaskTimes,
     Trace,
     format_stacked,
-    over_ranks,
     plot_stacked,
     svg_stacked,
 )
@@ -22,7 +20,6 @@ __all__ = [
     "LaneTimes",
     "Link",
     "Observer",
-    "OverRanks",
     "PeakMemory",
     "Row",
     "Span",
@@ -30,7 +27,6 @@ __all__ = [
     "TaskTimes",
     "Trace",
     "format_stacked",
-    "over_ranks",
     "plot_stacked",
     "svg_stacked",
 ]

@@ -66,7 +66,7 @@ class PeakMemory:
     @property
     def iterations(self) -> int:
         """The number of iterations that hold memory at that moment."""
-        return len({one.iteration for one in self.held})
+        return len({holding.iteration for holding in self.held})
 
     def format(self) -> str:
         """Return the sum and the largest parts as a line, each part summed over all iterations."""
@@ -74,9 +74,9 @@ class PeakMemory:
             return "memory: the iterations in flight hold nothing"
         sums: Counter[tuple[str, str]] = Counter()
         where: dict[tuple[str, str], set[int]] = defaultdict(set)
-        for one in self.held:
-            sums[one.task, one.attribute] += one.bytes
-            where[one.task, one.attribute].add(one.iteration)
+        for holding in self.held:
+            sums[holding.task, holding.attribute] += holding.bytes
+            where[holding.task, holding.attribute].add(holding.iteration)
         parts = []
         for (task, attribute), size in sums.most_common(_NAMED):
             on = counted(len(where[task, attribute]), "iteration")
@@ -143,7 +143,7 @@ def peak_memory(
     held: Counter[Holding] = Counter()
     for step in steps[:place]:
         held[step.holding] += 1 if step.turn == 1 else -1
-    largest_first = sorted(held.elements(), key=lambda one: -one.bytes)
+    largest_first = sorted(held.elements(), key=lambda holding: -holding.bytes)
     return PeakMemory(most, steps[place - 1].at_ns if place else 0, tuple(largest_first))
 
 

@@ -61,12 +61,12 @@ class Causes:
         for span in spans:
             self._in_iteration[span.iteration].append(span)
 
-    def of(self, span: Span, seen: Collection[int] = ()) -> Cause:
+    def of(self, span: Span, visited: Collection[int] = ()) -> Cause:
         """Return the cause of a span, which is one of the given spans.
 
         Args:
             span: The span.
-            seen: Ids of spans that are not the cause: spans that take no time could otherwise be
+            visited: Ids of spans that are not the cause: spans that take no time could otherwise be
                 causes of each other.
         """
         possible = (
@@ -74,7 +74,7 @@ class Causes:
             for cause in self._candidates(span)
             # A cause that ends after the start, such as by an error of the device's clock, explains
             # nothing.
-            if cause.end_ns <= span.start_ns and id(cause.span) not in seen
+            if cause.end_ns <= span.start_ns and id(cause.span) not in visited
         )
         # Of several causes, the one that ended last explains the start. If two ended together, a
         # dependence explains it better than the row.
@@ -97,4 +97,4 @@ class Causes:
         ended = [self._of.get((*key, kind)) or self._of.get((*key, "thread")) for key in needed]
         if span.task == RETIRE:
             ended += [other for other in self._in_iteration[i] if other.task not in OWN]
-        yield from (Cause("dependence", one, one.end_ns) for one in ended if one is not None)
+        yield from (Cause("dependence", end, end.end_ns) for end in ended if end is not None)

@@ -4,13 +4,12 @@
     default  ░░░░░░░░░░░▌train 0██████▌train 1▓▓▓▓▓▓
              0 ms       10         20         30
 
-A cell shows what its row did for most of the cell's time; much shorter spans are not visible.
+A cell shows what its row did in the middle of the cell's time; shorter spans may not be visible.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -31,7 +30,7 @@ MIN_TICK_CELLS = 8
 
 
 class _Item(NamedTuple):
-    """The content of a cell. If two cover the cell equally, the later one is shown."""
+    """The content of a cell: a sign, and the span that begins with it, if any."""
 
     sign: str
     span: Span | None = None
@@ -65,26 +64,12 @@ def _line(spans: Sequence[Span], beside: Sequence[Span], cells: int, cell_ns: fl
     for span in in_order(spans):
         pieces.append((span.start_ns - span.wait_ns, span.start_ns, _Item(WAIT)))
         pieces.append((span.start_ns, span.end_ns, _Item(START, span)))
-    # Cell to the time that each item covers of it.
-    covers: list[dict[_Item, float]] = [defaultdict(float) for _ in range(cells)]
-    for start_ns, end_ns, item in pieces:
-        # Clamped: spans of other iterations may begin before 0 and end after the last cell.
-        first, last = (int(min(max(0, at / cell_ns), cells - 1)) for at in (start_ns, end_ns))
-        for cell in range(first, last + 1):
-            shared_ns = min(end_ns, (cell + 1) * cell_ns) - max(start_ns, cell * cell_ns)
-            if shared_ns > 0:
-                covers[cell][item] += shared_ns
     shown = []
-    for cover in covers:
-        # Idle time is what nothing covers; it competes with the items.
-        best = _Item(IDLE)
-        best_ns = cell_ns - sum(cover.values())
-        for item, covered_ns in cover.items():
-            # At equal times the later item wins: a task, rather than the wait before it.
-            if covered_ns >= best_ns:
-                best = item
-                best_ns = covered_ns
-        shown.append(best)
+    for cell in range(cells):
+        middle_ns = (cell + 0.5) * cell_ns
+        # The last item counts: a task, rather than the wait before it.
+        items = [item for start_ns, end_ns, item in pieces if start_ns <= middle_ns < end_ns]
+        shown.append(items[-1] if items else _Item(IDLE))
     return "".join(_box(item, len(list(run))) for item, run in groupby(shown))
 
 

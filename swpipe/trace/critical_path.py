@@ -63,10 +63,10 @@ class CriticalPath:
 
         The time in which no task ran is under "gaps".
         """
-        found: dict[str, float] = defaultdict(float)
+        times_ms: dict[str, float] = defaultdict(float)
         for (task, _), ms in self.by_kind().items():
-            found[task] += ms
-        return dict(found)
+            times_ms[task] += ms
+        return dict(times_ms)
 
     def by_kind(self) -> dict[tuple[str, Kind], float]:
         """Return the milliseconds of ``per_iteration``, by task and kind of row.
@@ -78,14 +78,14 @@ class CriticalPath:
             return {}
         # Both ends are the same task, so the links between them cover whole iterations.
         iterations = steady[-1][1].span.iteration - steady[0][0].span.iteration
-        found: dict[tuple[str, Kind], float] = defaultdict(float)
+        times_ns: dict[tuple[str, Kind], float] = defaultdict(float)
         for before, after in steady:
             # After "queued", the path goes on at the start of the host's span, so its duration is
             # not on it.
             worked = 0 if after.why == "queued" else before.span.duration_ns
-            found[before.span.task, before.span.row.kind] += worked
-            found[GAPS, after.span.row.kind] += after.gap_ns
-        return {key: ns / 1e6 / iterations for key, ns in found.items()}
+            times_ns[before.span.task, before.span.row.kind] += worked
+            times_ns[GAPS, after.span.row.kind] += after.gap_ns
+        return {key: ns / 1e6 / iterations for key, ns in times_ns.items()}
 
     def _steady(self) -> list[tuple[Link, Link]]:
         """Return the pairs of links between two visits to one task, as far apart as possible."""
@@ -125,11 +125,11 @@ def critical_path(spans: Sequence[Span], arrows: Sequence[Arrow]) -> CriticalPat
     causes = Causes(spans, arrows)
     links: list[Link] = []
     span: Span | None = max(spans, key=lambda each: (each.end_ns, each.start_ns))
-    seen: set[int] = set()
+    visited: set[int] = set()
     while span is not None:
         # Spans that take no time could be causes of each other, and the path would never end.
-        seen.add(id(span))
-        cause = causes.of(span, seen)
+        visited.add(id(span))
+        cause = causes.of(span, visited)
         gap_ns = 0 if cause.span is None else span.start_ns - cause.end_ns
         links.append(Link(span, cause.why, gap_ns))
         span = cause.span

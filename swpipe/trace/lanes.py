@@ -54,7 +54,7 @@ def lanes(spans: Sequence[Span], arrows: Sequence[Arrow]) -> tuple[LaneTimes, ..
     """
     begin_ns, end_ns = extent_ns(spans)
     causes = Causes(spans, arrows)
-    found = []
+    times = []
     for row, (on_row, _) in Panel("", in_order(spans)).by_row().items():
         reached_ns = begin_ns
         waiting: Counter[str] = Counter()
@@ -72,8 +72,8 @@ def lanes(spans: Sequence[Span], arrows: Sequence[Arrow]) -> tuple[LaneTimes, ..
             reached_ns = max(reached_ns, span.end_ns)
         busy_ns = covered_ns(on_row)
         idle_ns = end_ns - begin_ns - busy_ns - waiting.total()
-        found.append(LaneTimes(row, busy_ns, dict((+waiting).most_common()), idle_ns))
-    return tuple(found)
+        times.append(LaneTimes(row, busy_ns, dict((+waiting).most_common()), idle_ns))
+    return tuple(times)
 
 
 def hidden(spans: Sequence[Span], tasks: Sequence[str]) -> float | None:

@@ -37,6 +37,9 @@ MOST_US = 1e18
 
 Event = dict[str, Any]
 
+_FAULTS = (ValueError, LookupError, TypeError, AttributeError, RecursionError, EOFError)
+"""What reading a file raises that has another content than a timeline."""
+
 
 class Arrow(NamedTuple):
     """The dependence of ``consumer`` on iteration i on ``producer`` on i - ``distance``."""
@@ -48,64 +51,22 @@ class Arrow(NamedTuple):
 
 def arrows_of(resolved: ResolvedPlan) -> tuple[Arrow, ...]:
     """Return the dependences of a plan, and that of ``<retire>`` on the pull of the same period."""
-    found = [Arrow(dep.producer, dep.consumer, dep.distance) for dep in resolved.dependences]
+    arrows = [Arrow(dep.producer, dep.consumer, dep.distance) for dep in resolved.dependences]
     if resolved.plan.pull_group is not None:
         # The pull of a period is depth - 1 iterations ahead of the iteration that is retired in it.
-        found.append(Arrow(PULL, RETIRE, 1 - resolved.plan.depth))
-    return tuple(found)
+        arrows.append(Arrow(PULL, RETIRE, 1 - resolved.plan.depth))
+    return tuple(arrows)
 
 
-def events_of(spans: Sequence[Span], arrows: Iterable[Arrow], shift_ns: int = 0) -> list[Event]:
-    """Return the events of some spans, later by ``shift_ns``.
-
-    Each event has the process and track of its row.
-    """
+def save(path: Path, spans: Sequence[Span], arrows: Sequence[Arrow]) -> None:
+    """Write the file, compressed if its name ends in ``.gz``."""
     places: dict[Row, Event] = {
         row: {"pid": PROCESSES[row.kind][0], "tid": tid}
         for tid, row in enumerate(rows_of(spans), start=1)
     }
     events = [*_tracks(places), *_tasks(spans, places), *_flows(spans, arrows, places)]
-    if shift_ns:
-        # Events that name processes and tracks have no time.
-        events = [{**e, "ts": e["ts"] + shift_ns / 1000} if "ts" in e else e for e in events]
-    return events
-
-
-def save(path: Path, spans: Sequence[Span], about: Mapping[str, Any]) -> None:
-    """Write the file, compressed if its name ends in ``.gz``.
-
-    Args:
-        path: The file.
-        spans: The spans to write.
-        about: The other attributes of a ``Trace``.
-    """
-    events = events_of(spans, about["arrows"])
-    other = {"producer": "swpipe", **about}
-    _write(path, {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
-
-
-def add_to(path: Path, other: Path, spans: Sequence[Span], about: Mapping[str, Any]) -> None:
-    """Write what torch.profiler has exported to ``other``, with these spans beside it.
-
-    Raises:
-        ValueError: ``other`` is something else.
-    """
-    document = json.loads(_read(other))
-    given = document if isinstance(document, dict) else {}
-    events = given.get("traceEvents")
-    base_ns = given.get("baseTimeNanoseconds")
-    if not isinstance(events, list) or not isinstance(base_ns, int):
-        raise ValueError(
-            f"{str(other)!r} is not a trace of torch.profiler: it has no traceEvents, or no "
-            "baseTimeNanoseconds; give a file that export_chrome_trace() wrote"
-        )
-    # Both origins are in nanoseconds since 1970: torch.profiler's times count from base_ns.
-    added = events_of(spans, about["arrows"], about["origin_ns"] - base_ns)
-    _write(path, {**given, "traceEvents": events + added})
-
-
-def _write(path: Path, document: Event) -> None:
-    """Write a document as JSON, compressed if the name ends in ``.gz``."""
+    other = {"producer": "swpipe", "arrows": arrows}
+    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
     text = json.dumps(document, separators=(",", ":"))
     if path.suffix == ".gz":
         with replacing(path) as temporary:
@@ -123,20 +84,17 @@ def _read(path: Path) -> str:
     """
     if path.suffix != ".gz":
         return read_text(path, MOST_BYTES)
-    try:
-        with gzip.open(path) as file:
-            # One byte more shows that there is more, without unpacking a file that would fill the
-            # memory.
-            data = file.read(MOST_BYTES + 1)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{str(path)!r} is not a gzip file: {error}") from error
+    with gzip.open(path) as file:
+        # One byte more shows that there is more, without unpacking a file that would fill the
+        # memory.
+        data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
-        raise ValueError(f"{str(path)!r} has more than {MOST_BYTES} bytes of text")
+        raise ValueError(f"it has more than {MOST_BYTES} bytes of text")
     return data.decode()
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Return the arguments of a ``Trace`` from a file that ``save`` wrote; see ``Trace.load``.
+def load(path: Path) -> tuple[list[Span], list[Arrow]]:
+    """Return the spans and the arrows of a file that ``save`` wrote.
 
     Raises:
         ValueError: The file is not one that ``save`` wrote.
@@ -155,18 +113,14 @@ def load(path: Path) -> dict[str, Any]:
             if event["name"] == "thread_name"
         }
         tasks = (event for event in events if event.get("cat") == "task")
-        ns = {
-            name: _count(other.get(name, 0), "time in nanoseconds")
-            for name in ("origin_ns", "clock_error_ns")
-        }
         spans = [_span(event, rows[event["pid"], event["tid"]]) for event in tasks]
-        return {"spans": spans, "arrows": tuple(map(_arrow, other["arrows"])), **ns}
+        return spans, [*map(_arrow, other["arrows"])]
     # Files come from anywhere: whatever is wrong in one ends in the same error, with its cause.
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (*_FAULTS, gzip.BadGzipFile, zlib.error) as error:
         # PlanError is a ValueError whose text has several lines.
-        said = error.in_one_line if isinstance(error, PlanError) else shorten(str(error))
+        why = error.in_one_line if isinstance(error, PlanError) else shorten(str(error))
         raise ValueError(
-            f"{str(path)!r} is not a timeline that swpipe saved ({type(error).__name__}: {said}); "
+            f"{str(path)!r} is not a timeline that swpipe saved ({type(error).__name__}: {why}); "
             "files that Trace.save() or --timeline wrote can be loaded"
         ) from error
 
@@ -176,39 +130,35 @@ def _span(event: Event, row: Row) -> Span:
     about = event["args"]
     start_ns, duration_ns, wait_ns = map(_ns, (event["ts"], event["dur"], about["wait_us"]))
     iteration = _count(about["iteration"], "iteration")
-    if not isinstance(row.name, str) or not is_label(row.name):
-        raise ValueError(f"{shown(row.name)} is no thread group or stream")
-    if duration_ns < 0 or wait_ns < 0:
-        raise ValueError("a time from start to end, or a wait, is negative")
+    _check(isinstance(row.name, str) and is_label(row.name), row.name, "thread group or stream")
+    _check(duration_ns >= 0 and wait_ns >= 0, (duration_ns, wait_ns), "length and wait")
     return Span(_task(event["name"]), iteration, row, start_ns, start_ns + duration_ns, wait_ns)
 
 
-def _task(name: object) -> str:
-    """Return a task's name, or raise ValueError."""
-    if isinstance(name, str) and (is_name(name) or name in OWN):
-        return name
-    raise ValueError(f"{shown(name)} is no task")
+def _check(holds: bool, value: object, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{shown(value)} is no {what}")
+
+
+def _task(name: str) -> str:
+    _check(isinstance(name, str) and (is_name(name) or name in OWN), name, "task")
+    return name
 
 
 def _arrow(data: Sequence[Any]) -> Arrow:
-    """Return the arrow that three values stand for, or raise ValueError."""
     producer, consumer, distance = data
-    if type(distance) is not int or abs(distance) > MOST_ITERATIONS:
-        raise ValueError(f"{shown(distance)} is no distance")
+    _check(type(distance) is int and abs(distance) <= MOST_ITERATIONS, distance, "distance")
     return Arrow(_task(producer), _task(consumer), distance)
 
 
-def _count(value: Any, what: str) -> int:
-    """Return an integer of 0 or more, or raise ValueError."""
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{shown(value)} is no {what}")
+def _count(value: int, what: str) -> int:
+    _check(type(value) is int and 0 <= value < 2**63, value, what)
     return value
 
 
 def _ns(us: float) -> int:
-    """Return microseconds as nanoseconds, or raise ValueError."""
-    if not abs(us) <= MOST_US:  # also refuses nan
-        raise ValueError(f"{shown(us)} is no time in microseconds")
+    """Return microseconds as nanoseconds."""
+    _check(abs(us) <= MOST_US, us, "time in microseconds")  # also refuses nan
     return round(us * 1000)
 
 
@@ -244,17 +194,19 @@ def _flows(
     """Yield the start and end events of arrows between tasks on different threads."""
     runs = {(span.task, span.iteration): span for span in spans if span.row.kind == "thread"}
     iterations = sorted({span.iteration for span in spans})
-    ends = [
-        (runs[producer, i - distance], runs[consumer, i])
-        for producer, consumer, distance in arrows
-        for i in iterations
-        if (producer, i - distance) in runs and (consumer, i) in runs
-    ]
-    for number, (before, after) in enumerate(ends, start=1):
-        # Arrows within a row, or back in time, would only hide the others.
-        if before.row != after.row and before.end_ns <= after.start_ns:
-            flow = {"cat": "dependence", "name": "dependence", "id": number}
-            # An arrow starts at the slice that is open at its time, so 1 ns before the end.
-            start_ns = max(before.start_ns, before.end_ns - 1)
-            yield {"ph": "s", **flow, **places[before.row], "ts": start_ns / 1000}
-            yield {"ph": "f", "bp": "e", **flow, **places[after.row], "ts": after.start_ns / 1000}
+    number = 0
+    for producer, consumer, distance in arrows:
+        for i in iterations:
+            before = runs.get((producer, i - distance))
+            after = runs.get((consumer, i))
+            if before is None or after is None:
+                continue
+            # Arrows within a row, or back in time, would only hide the others.
+            if before.row != after.row and before.end_ns <= after.start_ns:
+                number += 1
+                flow = {"cat": "dependence", "name": "dependence", "id": number}
+                # An arrow starts at the slice that is open at its time, so 1 ns before the end.
+                start_ns = max(before.start_ns, before.end_ns - 1)
+                yield {"ph": "s", **flow, **places[before.row], "ts": start_ns / 1000}
+                end_us = after.start_ns / 1000
+                yield {"ph": "f", "bp": "e", **flow, **places[after.row], "ts": end_us}

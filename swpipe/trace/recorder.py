@@ -71,10 +71,6 @@ def timed_event(device: Device) -> Any:
 class Recorder:
     """The observer of a pipeline until ``finish``; of streams too, if the device has timing events.
 
-    Attributes:
-        origin_ns: The time 0 of all spans, in nanoseconds since 1970.
-        clock_error_ns: The largest error of times on streams against those on threads.
-
     Args:
         last: Keep only this many iterations, the last ones; None for all.
     """
@@ -88,13 +84,9 @@ class Recorder:
     ) -> None:
         self._rows = [[Row("thread", name) for name in lane.threads] for lane in program.lanes]
         self._last = last
-        before_ns = time.perf_counter_ns()
-        self.origin_ns = time.time_ns()
-        # The middle of the two reads is the best estimate of the moment of time_ns.
-        self._origin_ns = (before_ns + time.perf_counter_ns()) // 2
+        self._origin_ns = time.perf_counter_ns()  # the time 0 of all spans
         base = timed_event(device)
         self._clock = DeviceClock(device, streams, base, self._origin_ns) if base else None
-        self.clock_error_ns = self._clock.error_ns if self._clock else 0
         self._lock = threading.Lock()
         self._logs: list[_Log] = []
         self._finished = False
@@ -184,11 +176,7 @@ def traced(
     if last is not None and last < 1:
         raise ValueError(f"last is {last}: keep 1 iteration or more, or None for all")
     recorder = Recorder(engine.program, engine.device, engine.streams, last)
-    trace = Trace(
-        arrows=arrows_of(resolved),
-        origin_ns=recorder.origin_ns,
-        clock_error_ns=recorder.clock_error_ns,
-    )
+    trace = Trace(arrows=arrows_of(resolved))
     try:
         with observing(recorder):
             yield trace

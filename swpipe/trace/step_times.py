@@ -16,6 +16,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -116,9 +117,9 @@ class StepTimes(Observer):
         # Not waiting here: a get of a missing key would block until the store's time-out.
         if rank or not store.check(keys):  # a rank has not reported yet
             return {}
-        said = [json.loads(text) for text in store.multi_get(keys)]
-        worst = max(range(len(said)), key=lambda other: float(said[other]["p50_ms"]))
-        return {"worst_rank": worst, **{f"worst_{name}": v for name, v in said[worst].items()}}
+        reports = [json.loads(text) for text in store.multi_get(keys)]
+        worst = max(range(len(reports)), key=lambda other: float(reports[other]["p50_ms"]))
+        return {"worst_rank": worst, **{f"worst_{name}": v for name, v in reports[worst].items()}}
 
 
 def _writer(sink: Any) -> Callable[[dict[str, float], int], object]:
@@ -136,16 +137,12 @@ def _writer(sink: Any) -> Callable[[dict[str, float], int], object]:
             sink.add_scalar(f"swpipe/{name}", value, step) for name, value in values.items()
         ]
     if hasattr(sink, "create_gauge"):
-        gauges: dict[str, Any] = {}
 
-        def set_gauges(values: dict[str, float], step: int) -> None:
-            for name, value in values.items():
-                if name not in gauges:
-                    unit = "ms" if name.endswith("_ms") else ""
-                    gauges[name] = sink.create_gauge(f"swpipe.{name}", unit=unit)
-                gauges[name].set(value)
+        @cache
+        def gauge(name: str) -> Any:
+            return sink.create_gauge(f"swpipe.{name}", unit="ms" if name.endswith("_ms") else "")
 
-        return set_gauges
+        return lambda values, step: [gauge(name).set(value) for name, value in values.items()]
     if callable(sink):
         # Called by its own signature: wandb.log takes the step by name.
         return lambda values, step: sink(

@@ -25,7 +25,7 @@ from swpipe.trace.lanes import LaneTimes, hidden, lanes
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Panel, Row, Span, extent_ns, in_order, rows_of
 
-_TOLD = 0.02  # share of a row's time; shorter waits are not shown
+_LEAST_SHARE = 0.02  # share of a row's time; shorter waits are not shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,6 @@ class Trace(Rows):
         spans: The recorded spans, by start; empty until the ``with`` block of a recording ends.
         beside: Spans of other iterations in the same time; drawn in grey, not part of the record.
         arrows: The plan's dependences; saved with the spans.
-        origin_ns: The time 0 of all spans, in nanoseconds since 1970; 0 if it is not known.
-        clock_error_ns: The largest error of times on streams against those on threads.
     """
 
     def __init__(
@@ -62,14 +60,10 @@ class Trace(Rows):
         *,
         beside: Iterable[Span] = (),
         arrows: Iterable[Arrow] = (),
-        origin_ns: int = 0,
-        clock_error_ns: int = 0,
     ) -> None:
         self.spans = in_order(spans)
         self.beside = in_order(beside)
         self.arrows = tuple(arrows)
-        self.origin_ns = origin_ns
-        self.clock_error_ns = clock_error_ns
 
     def __repr__(self) -> str:
         iterations = len({span.iteration for span in self.spans})
@@ -94,7 +88,7 @@ class Trace(Rows):
         # A window of a window keeps the grey spans that still overlap.
         others = {*self.spans, *self.beside}.difference(wanted)
         beside = [span for span in others if span.end_ns > begin_ns and span.start_ns < end_ns]
-        return Trace(wanted, beside=beside, **self._about)
+        return Trace(wanted, beside=beside, arrows=self.arrows)
 
     def steady(self, count: int = 4) -> Trace:
         """Return the trace of a few successive iterations that take as long as most do.
@@ -234,15 +228,17 @@ class Trace(Rows):
             whole_ns = max(1, lane.length_ns)
             parts = (lane.busy_ns, sum(lane.waiting_ns.values()), lane.idle_ns)
             head = (lane.row.label, *(f"{part / whole_ns:.0%}" for part in parts))
-            for one in (one for one in times if one.row == lane.row):
-                wait = f"{one.mean_wait_s * 1e3:.3f}" if one.row.kind == "thread" else ""
-                lines.append((*head, one.task, one.runs, f"{one.mean_s * 1e3:.3f}", wait))
+            for mean in (mean for mean in times if mean.row == lane.row):
+                wait = f"{mean.mean_wait_s * 1e3:.3f}" if mean.row.kind == "thread" else ""
+                lines.append((*head, mean.task, mean.runs, f"{mean.mean_s * 1e3:.3f}", wait))
                 # The figures of a row appear once, in the line of its first task.
                 head = ("",) * len(head)
             # A lane's waits are sorted, the longest first.
             shares = {task: ns / whole_ns for task, ns in lane.waiting_ns.items()}
-            told = [f"{task} {share:.0%}" for task, share in shares.items() if share >= _TOLD]
-            waits += [f"{lane.row.label} waits for {', '.join(told)}"] if told else []
+            long = [
+                f"{task} {share:.0%}" for task, share in shares.items() if share >= _LEAST_SHARE
+            ]
+            waits += [f"{lane.row.label} waits for {', '.join(long)}"] if long else []
         titles = ("row", "busy", "waits", "idle", "task", "runs", "mean ms", "mean wait ms")
         interval_s = self.initiation_interval_s
         if interval_s is not None:
@@ -254,28 +250,7 @@ class Trace(Rows):
 
         A file whose name ends in ``.gz`` is compressed, to about a tenth; Perfetto reads it.
         """
-        perfetto.save(Path(path), self.spans, self._about)
-
-    def save_with(self, profiled: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-        """Write what ``torch.profiler`` has exported, with this trace beside it, on one clock.
-
-        Args:
-            profiled: The file that ``export_chrome_trace()`` wrote, of the same process.
-            path: The file to write.
-
-        Raises:
-            ValueError: ``profiled`` is something else, or it is not known when the trace was
-                recorded.
-        """
-        # Without the time of day, there is no way to place both on one clock.
-        if not self.origin_ns:
-            raise ValueError("it is not known when this trace was recorded: record it again")
-        perfetto.add_to(Path(path), Path(profiled), self.spans, self._about)
-
-    @property
-    def _about(self) -> dict[str, Any]:
-        times = {"origin_ns": self.origin_ns, "clock_error_ns": self.clock_error_ns}
-        return {"arrows": self.arrows, **times}
+        perfetto.save(Path(path), self.spans, self.arrows)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -284,9 +259,8 @@ class Trace(Rows):
         Raises:
             ValueError: The file is not one of those.
         """
-        # The file has spans, arrows and both times: all arguments but ``beside``, which is not
-        # saved.
-        return cls(**perfetto.load(Path(path)))
+        spans, arrows = perfetto.load(Path(path))
+        return cls(spans, arrows=arrows)
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Draw the trace as a PNG, SVG or PDF picture, selected by the suffix of ``path``."""
@@ -295,38 +269,6 @@ class Trace(Rows):
     def format(self, width: int = 100) -> str:
         """Draw the trace for a terminal of ``width`` columns."""
         return format_stacked({"": self}, width)
-
-
-@dataclass(frozen=True, slots=True)
-class OverRanks:
-    """The least and greatest mean time of one task on one row over several ranks.
-
-    Attributes:
-        least_s: In seconds; on the rank ``fastest``.
-        most_s: In seconds; on the rank ``slowest``.
-    """
-
-    task: str
-    row: Row
-    least_s: float
-    fastest: str
-    most_s: float
-    slowest: str
-
-
-def over_ranks(traces: Mapping[str, Trace]) -> tuple[OverRanks, ...]:
-    """Compare the task times of several ranks' traces; the largest differences come first.
-
-    Args:
-        traces: The name of each rank to its trace.
-    """
-    by_task: dict[tuple[str, Row], list[tuple[float, str]]] = defaultdict(list)
-    for rank, trace in traces.items():
-        for times in trace.task_times():
-            by_task[times.task, times.row].append((times.mean_s, rank))
-    # min and max of (seconds, rank): the time and where it was measured.
-    found = [OverRanks(*key, *min(of), *max(of)) for key, of in by_task.items()]
-    return tuple(sorted(found, key=lambda each: each.least_s - each.most_s))
 
 
 def format_stacked(traces: Mapping[str, Trace], width: int = 100) -> str:

@@ -12,7 +12,9 @@ On several ranks, all ranks do the same steps and use the findings of all of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -36,16 +38,17 @@ from swpipe.core.task import PipelineTask
 from swpipe.core.task_memory import TaskMemory
 from swpipe.device import Device, resolve
 from swpipe.inference import Recording, record
-from swpipe.pipeline import SWPipeline
+from swpipe.pipeline import SWPipeline, borrowed
 from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.auto import auto_plan, beside_the_others
 from swpipe.planning.ranks import Ranks
 from swpipe.planning.simulation.simulator import peak_of, simulate
-from swpipe.profiler import measure_costs, measure_memory, try_plans
-from swpipe.profiler.measure import length_of
+from swpipe.profiler import measure_costs, measure_memory
+from swpipe.profiler.measure import Pulls, WindowTimer, length_of
 from swpipe.profiler.memory_use import ITERATIONS as MEMORY_ITERATIONS
 from swpipe.profiler.other_load import OtherLoad, load_so_far
 from swpipe.profiler.sampling import MOST, Sample
+from swpipe.profiler.trial import trial_state
 from swpipe.tuning.budget import Budget, Window
 from swpipe.tuning.rank_waits import on_ranks
 from swpipe.tuning.tried_plans import Candidate, choose, explain
@@ -169,6 +172,12 @@ class Loop:
         """Whether the device has streams."""
         return resolve(self.device).has_streams
 
+    def opened(self, plan: PipelinePlan) -> SWPipeline[Any]:
+        """Return a pipeline of the tasks under a plan, which does not check their effects."""
+        return SWPipeline(
+            plan, self.tasks, device=self.device, context=self.context, check_effects=False
+        )
+
     def predicted_us(self, plan: PipelinePlan, costs: CostModel) -> float:
         """Return the interval of a plan that the simulator predicts."""
         return simulate(plan, costs, streams=self.has_streams).ii_us
@@ -201,14 +210,9 @@ class Loop:
         windows = _WINDOWS + 2 * self.has_streams
         window = budget.window(windows, until, self.through())
         batches = Sample.of(self.batches, self._cycle(window))
-        with (
-            SWPipeline(
-                plan, self.tasks, device=self.device, context=self.context, check_effects=False
-            ) as pipe,
-            budget.spending(windows * window.iterations),
-        ):
-            said: Any = {"pipelined": plan.depth > 1, "loader": self.loader}
-            own = measure_costs(pipe, batches, *window, state=self.state, **said)
+        with self.opened(plan) as pipe, budget.spending(windows * window.iterations):
+            about: Any = {"pipelined": plan.depth > 1, "loader": self.loader}
+            own = measure_costs(pipe, batches, *window, state=self.state, **about)
         # The mean over ranks, for the reason given in the module's docstring.
         mean = CostModel.mean(self.gather(own))
         return replace(mean, memory=self.memory)
@@ -223,8 +227,8 @@ class Loop:
         """
         self.budget.show(self.progress, "measuring what the tasks hold")
         with self.budget.spending(MEMORY_ITERATIONS):
-            said: Any = {"device": self.device, "context": self.context, "state": self.state}
-            own = measure_memory(self.tasks, self.batches[:1], keep=keep, effects=effects, **said)
+            about: Any = {"device": self.device, "context": self.context, "state": self.state}
+            own = measure_memory(self.tasks, self.batches[:1], keep=keep, effects=effects, **about)
         names = [task.name for task in self.tasks]
         # A single plan serves all ranks, so the rank with the largest peak decides.
         everyone: list[TaskMemory] = self.gather(own)
@@ -235,24 +239,40 @@ class Loop:
     ) -> dict[str, float]:
         """Run plans alternately, and return the seconds of each on the slowest rank.
 
-        The order of plans alternates from turn to turn. In a turn, all plans go through the same
-        successive batches, which differ from turn to turn.
+        The order of plans alternates from turn to turn, so that a machine whose speed drifts
+        favours none of them. In a turn, all plans go through the same successive batches, which
+        differ from turn to turn. All state is restored.
         """
-        own_s = try_plans(
-            self.tasks,
-            plans if turn % 2 else dict(reversed([*plans.items()])),
-            self.batches.section(turn, self._cycle(window)),
-            num_rounds=1,
-            num_warmup=window.num_warmup,
-            num_measure=window.num_measure,
-            device=self.device,
-            context=self.context,
-            state=self.state,
-            loader=loader,
-        )
+        ordered = dict(reversed([*plans.items()])) if turn % 2 else plans
+        batches = self.batches.section(turn, self._cycle(window))
         # A step ends on all ranks together, so the slowest rank sets its time.
-        all_s = self.gather(own_s)
+        all_s = self.gather(self._time(ordered, batches, loader, window))
         return {name: max(rank_s[name] for rank_s in all_s) for name in plans}
+
+    def _time(
+        self,
+        plans: Mapping[str, PipelinePlan],
+        batches: Sequence[Any],
+        loader: Any,
+        window: Window,
+    ) -> dict[str, float]:
+        """Run a window of each plan, and return the mean seconds of its iterations."""
+        pulls = Pulls.of(loader)
+        if pulls is not None:
+            pulls.measure()
+        means_s = {}
+        # All pipelines stay open during the trial, so that no window includes the start of threads.
+        # The state is the same for all plans, since they run the same tasks.
+        with ExitStack() as stack:
+            pipes = {name: stack.enter_context(self.opened(plan)) for name, plan in plans.items()}
+            saved = trial_state(next(iter(pipes.values())), batches[0], self.state)
+            for name, pipe in pipes.items():
+                timer = WindowTimer(pipe, batches, None, *window, pipelined=True, pulls=pulls)
+                # Each window starts from the saved state, or later plans would train on what
+                # earlier ones left.
+                with saved.trial(), borrowed(pipe):
+                    means_s[name] = fmean(timer.window())
+        return means_s
 
     def through(self, fits: int = MOST) -> Window:
         """Return a window through the batches, and through a pass of the loader if that fits."""
@@ -294,9 +314,8 @@ def autotune(
     ready_made: Mapping[str, PipelinePlan] | None = None,
     ranks: Ranks | None = None,
     seconds: float | None = 60.0,
-    verbose: bool = True,
 ) -> Tuned:
-    """Choose a plan for a loop by trial, and say why.
+    """Choose a plan for a loop by trial, and say why; standard error has the progress.
 
     The serial plan, the ready-made plans and up to two planned ones are run alternately. The
     simplest plan (serial, then ready-made, then planned) is chosen, unless another is faster by
@@ -317,18 +336,17 @@ def autotune(
         ready_made: Name to plan. A plan that exceeds the limits, or that could give other numbers
             than the serial loop, is left out. Tasks keep the streams that they have in the first
             one, and communicate if they are globally ordered there.
-        ranks: Choose for so many ranks. To what was measured of each plan comes what more ranks
-            than those of the trial add to its step, by the simulator.
-        seconds: What it may take, about; None for as long as it takes. A short time means fewer
-            iterations, and a wider spread of the trial; the least are those of one batch and of two
-            rounds, whatever they take.
-        verbose: Show each step and a bar, with an estimate of the time that is left.
+        ranks: The ranks to choose for. The simulator adds to each plan's measured step what more
+            ranks than those of the trial cost. None for the ranks that there are.
+        seconds: About how long tuning may take; None for no limit. A short time means fewer
+            iterations, and a wider spread of the trial. At least one batch is measured, and two
+            rounds are run, whatever they take.
 
     Raises:
         ValueError: There are no batches, or ``seconds`` is not above 0.
         PlanError: The limits admit no plan, a task is unknown, or no plan was found within
             ``limits.max_bytes``; or ``ranks`` does not fit the tasks.
-        BaseException: Whatever a task raised.
+        BaseException: Any exception of a task.
     """
     ready_made = ready_made or {}
     loop = Loop(
@@ -341,7 +359,7 @@ def autotune(
         apart=is_apart(batches if loader is None else loader),
         ranks=ranks,
     )
-    return tune(loop, limits or Limits(), ready_made, seconds, verbose=verbose)
+    return tune(loop, limits or Limits(), ready_made, seconds, verbose=True)
 
 
 def tune(
@@ -516,6 +534,6 @@ def _try(loop: Loop, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         with budget.spending(each):
             rounds_s.append(loop.try_round(plans, turn, loop.loader, window))
     return tuple(
-        replace(one, rounds_us=tuple(1e6 * took_s[one.name] for took_s in rounds_s))
-        for one in candidates
+        replace(candidate, rounds_us=tuple(1e6 * took_s[candidate.name] for took_s in rounds_s))
+        for candidate in candidates
     )

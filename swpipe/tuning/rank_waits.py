@@ -33,7 +33,7 @@ def on_ranks(
         tried_on: The number of ranks in the trial.
         streams: Whether the device has streams.
     """
-    found = []
+    extrapolated = []
     for each in candidates:
         # Without the global order, the simulation would not let ranks wait for one another.
         schedule = {
@@ -49,11 +49,11 @@ def on_ranks(
             for number in (tried_on, ranks.number)
         )
         more_us = many - few
-        found.append(
+        extrapolated.append(
             replace(
                 each,
                 predicted_us=each.predicted_us + more_us,
                 rounds_us=tuple(us + more_us for us in each.rounds_us),
             )
         )
-    return tuple(found)
+    return tuple(extrapolated)

@@ -54,12 +54,12 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     return next(each for each in candidates if each is best or not _beats(best, each))
 
 
-def _beats(one: Candidate, other: Candidate) -> bool:
-    """Return whether ``one`` is faster than ``other`` by more than the spread of the trial."""
-    gain_us = other.interval_us - one.interval_us
-    by_round = mean_of([b - a for a, b in zip(one.rounds_us, other.rounds_us, strict=True)])
+def _beats(best: Candidate, other: Candidate) -> bool:
+    """Return whether ``best`` is faster than ``other`` by more than the spread of the trial."""
+    gain_us = other.interval_us - best.interval_us
+    by_round = mean_of([b - a for a, b in zip(best.rounds_us, other.rounds_us, strict=True)])
     # Both tests must pass: the range over the rounds, and the interval of the differences.
-    return gain_us > max(one.spread_us, other.spread_us) and by_round.is_clear
+    return gain_us > max(best.spread_us, other.spread_us) and by_round.is_clear
 
 
 def explain(

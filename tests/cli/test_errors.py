@@ -55,7 +55,7 @@ LINES = [
     (("plan", "infer", "--workload", "my_loop:strange"), "@swpipe.task makes one"),
     (("plan", "infer", "--workload", "my_loop:asking"), "argument: 'path'; name a function that"),
     (("plan", "infer", "--workload", "my_loop:mistyped"), "give a subclass of TypedContext"),
-    (("profile", "--workload", "my_loop:short"), "my_loop:short: it gives 0 batches"),
+    (("profile", "--workload", "my_loop:short"), "my_loop:short: batches is empty"),
     (("trace", "--workload", "my_loop:short"), "gives 0 batches, where 15 are needed; it may ret"),
     # plans and costs
     (("train", "--compare", "sideways"), "plan sideways: No such file"),

@@ -308,8 +308,8 @@ def test_a_breakdown_is_of_every_task(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of the user's own tasks; the process group is gone afterwards."""
-    quick = partialmethod(TaskProfiler.profile_many, num_warmup=1, num_measure=1)
-    monkeypatch.setattr(TaskProfiler, "profile_many", quick)
+    quick = partialmethod(TaskProfiler.profile_loop, num_warmup=1, num_measure=1)
+    monkeypatch.setattr(TaskProfiler, "profile_loop", quick)
     monkeypatch.syspath_prepend(str(here))
     figures = here / "out" / "figures.json"
     args = (*OWN, "my_ranked_loop:loop", "--rounds", 2, "--output", figures)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from swpipe.profiler import ProfileResults
 from swpipe.profiler.other_load import OtherLoad
 from tests.cli.test_cli import out, refused, run
 from tests.cli.test_plan_commands import here
+from tests.profiler.results import measured, of_step
 from tests.profiler.test_result import OTHER, RESULT
 from tests.support.bare import bare_environment
 
@@ -24,12 +24,12 @@ def test_a_regression_beyond_the_interval_exits_with_1(
     """Of one batch of several; a difference within it does not, nor does a gain."""
     before, after, within = (tmp_path / f"{name}.json" for name in ("before", "after", "within"))
     ProfileResults([RESULT, OTHER]).save(before)
-    ProfileResults([RESULT, replace(OTHER, baseline_s=0.03)]).save(after)
+    ProfileResults([RESULT, of_step(OTHER, 0.03)]).save(after)
     assert run("diff", before, after) == 1
     assert "saved ms" in capsys.readouterr().out
     assert run("diff", after, before) == 0
     RESULT.save(before)  # one result is as good
-    replace(RESULT, baseline_s=0.0127).save(within)
+    of_step(RESULT, 0.0127).save(within)
     assert run("diff", before, within) == 0
     ProfileResults.of([RESULT, OTHER], RESULT).save(before)  # with the result of the loop
     assert run("diff", before, before) == 0
@@ -38,7 +38,7 @@ def test_a_regression_beyond_the_interval_exits_with_1(
 def test_a_busy_machine_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the file that was measured on it."""
     RESULT.save(tmp_path / "before.json")
-    replace(RESULT, other_load=OtherLoad(1.5, 2)).save(tmp_path / "after.json")
+    measured(RESULT, other_load=OtherLoad(1.5, 2)).save(tmp_path / "after.json")
     assert run("diff", tmp_path / "before.json", tmp_path / "after.json") == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert "after.json: the machine is busy: other processes use 1.5 of 2 cores" in first
@@ -71,7 +71,8 @@ def test_a_report_on_ones_own_loop(here: Path, capsys: pytest.CaptureFixture[str
     args = ("my_loop:slowly_loaded", "-o", page, "--rounds", 2, "--json")
     data = json.loads(out(capsys, "report", *args))
     assert data["version"] == 1
-    assert sum(one["ms"] for one in data["parts"]) == pytest.approx(data["step"]["ms"], rel=1e-2)
+    whole_s = sum(part["seconds"] for part in data["parts"])
+    assert whole_s == pytest.approx(data["step"]["value_s"], rel=1e-2)
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
@@ -79,7 +80,7 @@ def test_a_report_on_ones_own_loop(here: Path, capsys: pytest.CaptureFixture[str
 def test_without_a_loop_the_settings_of_the_machine_are_examined(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing runs; each finding has its mend."""
+    """Nothing runs; each finding has its fix."""
     assert out(capsys, "report") == "no findings: the machine and its settings\n"
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert "[blocking-setting]\n  mend: unset it" in out(capsys, "report")
+    assert "[blocking-setting]\n  fix: unset it" in out(capsys, "report")

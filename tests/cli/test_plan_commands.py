@@ -261,19 +261,22 @@ def test_a_plan_is_made_for_the_users_own_tasks(
 
 
 def test_the_users_own_tasks_are_profiled(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Under the serial plan, as they have no other, and under a file; several batches beside it."""
+    """The loop under the serial plan, as they have no other; several batches under a file."""
     args = ("profile", "--rounds", 2, "--output", "profile.json", "--workload")
-    for given, modes in (
-        (("my_loop:typed",), ["pipelined"]),
-        (("my_loop:loop", "--plan", "plan.toml", "--batches", 2, "--serially"), ["serial"] * 2),
+    several = ("my_loop:loop", "--plan", "plan.toml", "--batches", 2, "--serially")
+    for given, of in (
+        (("my_loop:typed",), [("loop", "pipelined")]),
+        (several, [("batch 0", "serial"), ("batch 1", "serial")]),
     ):
         said = out(capsys, *args, *given)
         assert "\nload " in said
         assert "\nlearn " in said
         saved = json.loads((here / "profile.json").read_text())
-        results = saved if len(modes) == 1 else saved["batches"]  # beside the loop's
-        assert [result["mode"] for result in results] == modes
-        assert all(set(result["exposed_s"]) == {"load", "learn"} for result in results)
+        results = saved["batches"]
+        assert [(result["batch"], result["mode"]) for result in results] == of
+        assert all(set(result["tasks"]) == {"load", "learn"} for result in results)
+        sampled = "60 batches were seen" in results[0]["measurement"]["coverage"]
+        assert sampled == (len(of) == 1)
 
 
 def test_a_loader_of_the_users_own_is_traced(

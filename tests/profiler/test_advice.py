@@ -40,7 +40,7 @@ def test_the_largest_lever_gives_what_it_promises(host: TimedHost) -> None:
     first = result.advice[0]
     assert first.change == "run read on a thread of its own, one iteration ahead"
     assert first.saved_s == pytest.approx(6e-3)
-    assert first.spread_s == pytest.approx(0.1 * 9e-3)  # of what is predicted: 7 + 2
+    assert first.saved.spread_s == pytest.approx(0.1 * 9e-3)  # of what is predicted: 7 + 2
     assert result.baseline_s - tried(first, tasks) == pytest.approx(first.saved_s)
     assert "train, step" in first.limit
     assert f"do next, 1: {first.change}: saves 6.000" in result.format_report()
@@ -172,7 +172,7 @@ def test_nothing_is_promised_where_nothing_may_be_saved(host: TimedHost) -> None
 
     noisy = [PipelineTask("read", read, pure=True), *sleepers(host, train=7, step=2)]
     result = profiled(ONE_THREAD, noisy, pipelined=False)
-    assert result.baseline_spread_s > result.exposed_s["read"] > 0.4 * 9e-3
+    assert result.step.spread_s > result.exposed_s["read"] > 0.4 * 9e-3
     assert {advice.plan for advice in result.advice} == {None}
 
 
@@ -231,7 +231,7 @@ def test_limits_for_several_workers_admit_the_plan_that_was_found(
         frozen.append(limits.frozen)
         return auto_plan(*given, limits=limits, **about)
 
-    monkeypatch.setattr("swpipe.planning.auto_plan", planned)
+    monkeypatch.setattr("swpipe.profiler.advice.auto_plan", planned)
     tasks = sleepers(host, read=6, cache=2, train=7)
     schedule = {name: TaskSchedule(stage) for stage, name in enumerate(("read", "cache", "train"))}
     plan = PipelinePlan(
@@ -252,10 +252,11 @@ def test_a_loader_is_a_row_and_its_thread_is_advised(host: TimedHost) -> None:
     plan = PipelinePlan.serial(tasks)
     with SWPipeline(plan, tasks, device="cpu") as pipe:
         result = TaskProfiler(pipe, loader=InTurn(host, 6, length=5)).profile(None)
-    assert result.tasks == ("<pull>", "train", "step")
+    assert tuple(result.measured) == ("<pull>", "train", "step")
     assert result.baseline_s == pytest.approx(15e-3)
     assert result.exposed_s["<pull>"] == pytest.approx(6e-3)
-    assert result.host_s["<pull>"] == result.blocked_s["<pull>"] == pytest.approx(6e-3)
+    pulled = result.tasks["<pull>"].thread
+    assert pulled.host_s == pulled.blocked_s == pytest.approx(6e-3)
     first = result.advice[0]
     assert first.change == ITS_THREAD
     assert first.saved_s == pytest.approx(6e-3)

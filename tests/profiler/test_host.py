@@ -8,7 +8,7 @@ import pytest
 
 from swpipe import PipelinePlan
 from swpipe.core.resolved import resolve_plan
-from swpipe.profiler.host import HostObserver, HostTimes
+from swpipe.profiler.host import HostObserver, times_of
 from swpipe.program import compile_plan
 from tests.support.virtual_clock import TimedHost
 
@@ -26,24 +26,22 @@ def run(host: TimedHost, seen: HostObserver, iteration: int, sleeps_s: float = 0
 
 def test_sleeping_blocks_and_computing_does_not(host: TimedHost) -> None:
     """Both hold the thread, only one leaves the CPU; warm-up and what is no task do not count."""
-    times = HostTimes(["sleep", "spin"])
-    seen = times.observer()
+    seen = HostObserver(["sleep", "spin"])
     run(host, seen, 0, sleeps_s=0.05)
     for iteration in range(1, 6):
         run(host, seen, iteration)
-    times.add(seen, range(1, 6))
-    assert times.host_s == pytest.approx({"sleep": 0.01, "spin": 0.02})
-    assert times.cpu_s == pytest.approx({"sleep": 0.0, "spin": 0.02})
-    assert times.blocked_s == pytest.approx({"sleep": 0.01, "spin": 0.0})
+    sleep, spin = times_of([seen.timed(dict.fromkeys(range(1, 6), 0.03), [])]).values()
+    assert (sleep.host_s, spin.host_s) == pytest.approx((0.01, 0.02))
+    assert (sleep.cpu_s, spin.cpu_s) == pytest.approx((0.0, 0.02))
+    assert (sleep.blocked_s, spin.blocked_s) == pytest.approx((0.01, 0.0))
+    assert spin.each_s == pytest.approx([0.02] * 5)
 
 
 def test_a_coarse_cpu_clock_gives_no_negative_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU time may advance by a whole step during a shorter task."""
     ticks = iter(range(100))
-    times = HostTimes(["sleep"])
-    seen = times.observer()
+    seen = HostObserver(["sleep"])
     monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks)))
     seen.start(ON["sleep"], 0)
     seen.stop(ON["sleep"], 0)
-    times.add(seen, range(1))
-    assert times.blocked_s == {"sleep": 0.0}
+    assert times_of([seen.timed({0: 0.0}, [])])["sleep"].blocked_s == 0.0

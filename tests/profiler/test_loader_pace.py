@@ -11,10 +11,9 @@ from swpipe import PipelinePlan, SWPipeline, TaskProfiler
 from swpipe.profiler import ProfileResult
 from swpipe.profiler.figures import LoaderPace
 from swpipe.profiler.measure import Pulls
-from swpipe.reporting import Finding
+from tests.profiler.results import of_step, tasks_of
 from tests.profiler.sleepers import Ahead, InTurn, sleepers
 from tests.profiler.test_result import RESULT
-from tests.reporting.examined import examined
 from tests.reporting.loops import Calls
 from tests.support.virtual_clock import TimedHost
 
@@ -47,30 +46,22 @@ def test_a_step_takes_as_long_as_a_batch_in_the_long_run(
 def test_a_loader_limits_what_the_rest_would_do_sooner(rate_s: float, limits: bool) -> None:
     """On a real clock one as fast as the rest is waited for now and then: a little, and clearly."""
     result = replace(
-        RESULT,
-        baseline_s=0.0311,
-        exposed_s={"<pull>": 0.0007},
-        raw_s={"<pull>": 0.0007},
-        spread_s={"<pull>": 0.0003},
+        of_step(RESULT, 0.0311),
+        tasks=tasks_of(raw_s={"<pull>": 0.0007}, spread_s={"<pull>": 0.0003}),
         loader=LoaderPace(rate_s, 0.0, works_ahead=True, workers=2),
     )
     assert result.exposed("<pull>").is_clear  # type: ignore[union-attr]
     assert result.limited_by_loader is limits
 
 
-def of_loader(findings: tuple[Finding, ...]) -> list[Finding]:
-    """Those of the loop, and not of the machine."""
-    return [finding for finding in findings if finding.place == "loader"]
-
-
-def test_a_slow_loader_and_a_slow_start_of_passes_are_found(host: TimedHost) -> None:
+def test_a_slow_loader_and_a_slow_start_of_passes_are_advice(host: TimedHost) -> None:
     """A second for 20 steps is 50 ms of each."""
-    (slow,) = of_loader(examined(sleepers(host, read=10, train=20), Ahead(host, 60), rounds=2))
-    assert slow.rule == "slow-loader"
-    starts = Ahead(host, 1, starts_ms=1000, length=20)
-    (slow,) = of_loader(examined(sleepers(host, train=20), starts, rounds=2))
-    assert slow.rule == "slow-pass-start"
-    assert "50.000 ms of each step" in slow.text
+    slow = profiled(host, Ahead(host, 60), read=10, train=20).advice[0]
+    assert slow.change.startswith("make a batch in 30.0 ms instead of 60.0")
+    assert slow.saved_s == pytest.approx(30e-3)
+    starts = profiled(host, Ahead(host, 1, starts_ms=1000, length=20), train=20).advice[0]
+    assert starts.change == "make the start of a pass of the loader take less time"
+    assert starts.saved_s == pytest.approx(50e-3)
 
 
 def test_a_loader_that_does_not_work_ahead_is_not_called_in_vain(host: TimedHost) -> None:

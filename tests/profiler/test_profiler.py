@@ -95,12 +95,13 @@ def pipe(job: Job) -> Iterator[SWPipeline]:
 def test_a_profile_has_every_task_in_serial_order(pipe: SWPipeline) -> None:
     """Figures for all tasks, in the order in which they run."""
     result = TaskProfiler(pipe).profile(BATCH, **QUICK)
-    assert result.tasks == ("read", "forward", "backward", "step")
-    for figures in (result.raw_s, result.spread_s, result.host_s, result.blocked_s):
-        assert tuple(figures) == result.tasks
+    names = ("read", "forward", "backward", "step")
+    for figures in (result.tasks, result.measured, result.exposed_s, result.host_s):
+        assert tuple(figures) == names
     most_s = result.baseline_s
-    assert result.exposed_s == {n: min(max(0.0, s), most_s) for n, s in result.raw_s.items()}
-    assert (result.batch, result.mode, result.num_rounds) == ("batch 0", "serial", 2)
+    raw_s = {name: exposed.value_s for name in names if (exposed := result.exposed(name))}
+    assert result.exposed_s == {name: min(max(0.0, s), most_s) for name, s in raw_s.items()}
+    assert (result.batch, result.mode, result.measurement.num_rounds) == ("batch 0", "serial", 2)
     assert result.baseline_s > 0
 
 
@@ -113,7 +114,7 @@ def test_everything_is_restored_bit_for_bit(
     before = job.state()
     result = TaskProfiler(pipe).profile(BATCH, pipelined=pipelined, **QUICK)
     assert job.state() == before
-    assert result.put_back == ("Sequential", "Adam")
+    assert result.measurement.put_back == ("Sequential", "Adam")
     assert pipe.next_iteration == steps
 
 
@@ -158,9 +159,10 @@ def test_a_task_that_cannot_be_replayed_is_a_row_with_the_reason() -> None:
     plan = overlapped({"io": ["forward"], "default": ["rectify", "step"]})
     with SWPipeline(plan, tasks) as pipe:
         result = TaskProfiler(pipe).profile(torch.ones(3), pipelined=True, **QUICK)
-    assert result.tasks == ("rectify", "step")
-    assert set(result.not_measured) == {"forward"}
-    assert "ShortcutError: task 'forward' cannot be replayed" in result.not_measured["forward"]
+    assert tuple(result.exposed_s) == ("rectify", "step")
+    assert tuple(result.measured) == ("forward", "rectify", "step")
+    why = result.tasks["forward"].not_measured
+    assert "ShortcutError: task 'forward' cannot be replayed" in why
     assert (
         "not measured: forward, since iterations with its shortcut fail" in result.format_report()
     )
@@ -188,8 +190,8 @@ def test_a_task_whose_replay_fails_in_a_later_round_is_a_row_with_the_reason() -
     with SWPipeline(overlapped({"default": ["forward", "step"]}), tasks) as pipe:
         result = TaskProfiler(pipe).profile(torch.ones(3), num_measure=4, num_rounds=8)
     assert len(replays) > 20
-    assert result.tasks == ("step",)
-    assert "replayed once too often" in result.not_measured["forward"]
+    assert tuple(result.exposed_s) == ("step",)
+    assert "replayed once too often" in result.tasks["forward"].not_measured
 
 
 def test_the_users_shortcuts_stay_and_are_not_measured(job: Job, pipe: SWPipeline) -> None:
@@ -199,8 +201,8 @@ def test_the_users_shortcuts_stay_and_are_not_measured(job: Job, pipe: SWPipelin
     job.ran.clear()
     result = TaskProfiler(pipe).profile(5 * BATCH, **QUICK)
     assert job.ran.read().count("forward") == 2  # once to see what it touches
-    assert result.tasks == ("read", "backward", "step")
-    assert result.already_shortcut == ("forward",)
+    assert tuple(result.measured) == ("read", "backward", "step")
+    assert result.measurement.already_shortcut == ("forward",)
     job.ran.clear()
     (replayed,) = pipe.iterate([BATCH])
     assert job.ran.read() == ["step"]
@@ -217,10 +219,10 @@ def test_several_batches_come_out_in_order(
     )
     assert isinstance(results, ProfileResults)
     assert [result.batch for result in results] == ["batch 0", "batch 1"]
-    assert {result.tasks for result in results} == {("forward", "step")}
+    assert {tuple(result.measured) for result in results} == {("forward", "step")}
     assert "4/4" in capsys.readouterr().err  # one tick per visit to a task
     (only,) = profiler.profile_many([BATCH], tasks="step", **QUICK)
-    assert (only.batch, only.tasks) == ("batch 0", ("step",))
+    assert (only.batch, tuple(only.measured)) == ("batch 0", ("step",))
     assert capsys.readouterr().err == ""
 
 
@@ -231,7 +233,8 @@ def test_a_profile_of_batches_runs_no_iterations_but_its_visits(
     monkeypatch.setattr(WindowTimer, "passage", lambda *given: pytest.fail("a passage"))
     results = TaskProfiler(pipe).profile_many([BATCH, 2 * BATCH], **QUICK)
     assert results.loop is not None
-    assert results.loop.device_s == results[1].device_s == {}
+    assert not results.loop.on_streams
+    assert not results[1].on_streams
 
 
 def test_state_can_be_given(job: Job, pipe: SWPipeline) -> None:
@@ -240,7 +243,7 @@ def test_state_can_be_given(job: Job, pipe: SWPipeline) -> None:
     weights = copy.deepcopy(model.state_dict())
 
     def put_back(state: Any) -> tuple[str, ...]:
-        return TaskProfiler(pipe, state=state).profile(BATCH, **QUICK).put_back
+        return TaskProfiler(pipe, state=state).profile(BATCH, **QUICK).measurement.put_back
 
     assert put_back({"net": model}) == ("net (Sequential)",)
     assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())

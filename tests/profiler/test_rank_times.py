@@ -8,7 +8,10 @@ from dataclasses import replace
 import pytest
 
 from swpipe.profiler import ProfileResult, ProfileResults
-from swpipe.profiler.rank_times import RankTimes, rank_waits, waited_for
+from swpipe.profiler.figures import IterationTimes, RankTimes
+from swpipe.profiler.rank_times import rank_waits, waited_for
+from swpipe.profiler.spread import Estimate
+from tests.profiler.results import changed, of_step, tasks_of
 from tests.profiler.test_result import RESULT
 
 TASKS = ("read", "forward", "backward")
@@ -19,17 +22,15 @@ def rank(number: int, read_ms: float, waits_ms: float) -> RankTimes:
     host_s = {"read": read_ms / 1e3, "forward": (4 + waits_ms) / 1e3, "backward": 4e-3}
     return RankTimes(
         rank=number,
-        baseline_s=0.0125,
-        exposed_s={"read": read_ms / 1e3, "forward": 0.008, "backward": 0.004},
-        spread_s=dict.fromkeys(TASKS, 1e-4),
-        host_s=host_s,
-        error_s=dict.fromkeys(TASKS, 1e-4),
-        # Without the forward, its gradients are not exchanged; that is no wait.
-        in_others_s={
-            "read": {"forward": waits_ms / 1e3},
-            "forward": {"backward": 4e-3},
-            "backward": {},
-        },
+        iteration=IterationTimes(Estimate(0.0125, 0.0), 0.0125),
+        tasks=tasks_of(
+            raw_s={"read": read_ms / 1e3, "forward": 0.008, "backward": 0.004},
+            spread_s=dict.fromkeys(TASKS, 1e-4),
+            host_s=host_s,
+            error_s=dict.fromkeys(TASKS, 1e-4),
+            # Without the forward, its gradients are not exchanged; that is no wait.
+            in_others_s={"read": {"forward": waits_ms / 1e3}, "forward": {"backward": 4e-3}},
+        ),
     )
 
 
@@ -68,11 +69,22 @@ def test_the_median_the_worst_and_who_waits_for_whom() -> None:
     assert ProfileResult.from_json(result.to_json()) == result
 
 
+def test_a_result_says_how_its_ranks_differ() -> None:
+    """For the simulator and the planners: a collective costs what it takes the last to come."""
+    differences = replace(RESULT, ranks=RANKS, collectives=("forward", "backward")).differences
+    assert differences is not None
+    assert differences.ranks.number == 3
+    assert (differences.slowest, differences.task) == (1, "read")
+    assert differences.longer_us == pytest.approx(3_000)
+    assert differences.costs.tasks["forward"].host_us == pytest.approx(4_000)
+    assert RESULT.differences is None
+
+
 def test_a_difference_within_the_error_is_no_wait() -> None:
     """Nor is a small part of an iteration, nor a longer read that nobody waits for."""
     close = (rank(0, 2, 0.2), rank(1, 8, 0.0))
     assert rank_waits(close, ("forward", "backward")) == ()
-    noisy = tuple(replace(of, error_s=dict.fromkeys(TASKS, 5e-3)) for of in RANKS)
+    noisy = tuple(changed(of, error_s=dict.fromkeys(TASKS, 5e-3)) for of in RANKS)
     assert rank_waits(noisy, ("forward", "backward")) == ()
     assert rank_waits(RANKS, ()) == ()
     text = replace(RESULT, ranks=close, collectives=("forward", "backward")).format_report()
@@ -88,7 +100,7 @@ def test_one_rank_has_no_view() -> None:
 def test_a_damaged_rank_is_refused() -> None:
     """As other damaged parts are."""
     data = json.loads(replace(RESULT, ranks=RANKS).to_json())
-    del data["ranks"][1]["host_s"]
+    del data["ranks"][1]["tasks"]
     with pytest.raises(ValueError, match=r"a profile result.ranks\[1\] has the keys"):
         ProfileResult.from_dict(data)
 
@@ -97,5 +109,5 @@ def test_the_rank_that_others_wait_for() -> None:
     """The one that waits least; all iterations take as long. Of several, the slowest."""
     result = replace(RESULT, ranks=RANKS, collectives=("forward", "backward"))
     assert waited_for(RANKS, result.rank_waits) == 1
-    slower = replace(RANKS[2], baseline_s=2 * RANKS[2].baseline_s)
+    slower = of_step(RANKS[2], 2 * RANKS[2].baseline_s)
     assert waited_for((*RANKS[:2], slower), ()) == 2

@@ -17,46 +17,44 @@ from typing import Any
 import pytest
 
 from swpipe.profiler import Advice, ProfileResult, ProfileResults
+from swpipe.profiler.figures import IterationTimes, Measurement
 from swpipe.profiler.other_load import OtherLoad
+from swpipe.profiler.spread import Estimate
+from tests.profiler.results import changed, measured, of_step, tasks_of
 
 RESULT = ProfileResult(
     batch="batch 0",
     mode="serial",
-    baseline_s=0.0125,
-    baseline_median_s=0.012,
-    baseline_spread_s=0.00025,
-    exposed_s={"read": 0.004, "forward": 0.008, "log": 0.0},
-    raw_s={"read": 0.004, "forward": 0.008, "log": -0.0001},
-    spread_s={"read": 0.0001, "forward": 0.0002, "log": 0.0001},
-    replay_s={"read": 0.00001, "forward": 0.00002, "log": 0.00001},
-    in_others_s={"read": {}, "forward": {"backward": 0.003, "step": 0.0005}, "log": {}},
-    host_s={"read": 0.0041, "forward": 0.0045, "log": 0.00002},
-    blocked_s={"read": 0.004, "forward": 0.0005, "log": 0.00001},
-    device_s={},
-    busy_s={},
-    advice=(Advice("make read take half as long", "read", 0.002, 0.0001, "thread 'io'"),),
-    num_warmup=2,
-    num_measure=3,
-    num_rounds=4,
-    put_back=("model (Linear)", "self.optimizer (SGD)"),
+    iteration=IterationTimes(Estimate(0.0125, 0.00025), 0.012),
+    tasks=tasks_of(
+        raw_s={"read": 0.004, "forward": 0.008, "log": -0.0001},
+        spread_s={"read": 0.0001, "forward": 0.0002, "log": 0.0001},
+        replay_s={"read": 0.00001, "forward": 0.00002, "log": 0.00001},
+        in_others_s={"forward": {"backward": 0.003, "step": 0.0005}},
+        host_s={"read": 0.0041, "forward": 0.0045, "log": 0.00002},
+        blocked_s={"read": 0.004, "forward": 0.0005, "log": 0.00001},
+    ),
+    advice=(Advice("make read take half as long", "read", Estimate(0.002, 0.0001), "thread 'io'"),),
+    measurement=Measurement(
+        num_warmup=2,
+        num_measure=3,
+        num_rounds=4,
+        put_back=("model (Linear)", "self.optimizer (SGD)"),
+    ),
 )
 
 OTHER = replace(
-    RESULT,
+    of_step(measured(RESULT, already_shortcut=("forward",), interrupted=True), 0.02),
     batch="batch 1",
-    baseline_s=0.02,
-    exposed_s={"read": 0.005, "step": 0.0},
-    raw_s={"read": 0.005, "step": -0.001},
-    spread_s={"read": 0.0001, "step": 0.0002},
-    replay_s={"read": 0.0, "step": 0.0},
-    in_others_s={"read": {}, "step": {}},
-    host_s={"read": 0.006, "step": 0.001, "scale": 0.002},
-    blocked_s={"read": 0.0, "step": 0.0009, "scale": 0.0},
+    tasks=tasks_of(
+        raw_s={"read": 0.005, "step": -0.001},
+        spread_s={"read": 0.0001, "step": 0.0002},
+        host_s={"read": 0.006, "step": 0.001, "scale": 0.002},
+        blocked_s={"read": 0.0, "step": 0.0009, "scale": 0.0},
+        device_s={"read": 0.001},
+        not_measured={"scale": "ValueError: no"},
+    ),
     advice=(),
-    device_s={"read": 0.001},
-    already_shortcut=("forward",),
-    not_measured={"scale": "ValueError: no"},
-    interrupted=True,
 )
 
 TABLE = """\
@@ -137,7 +135,7 @@ def test_the_tables_side_by_side() -> None:
 
 def test_no_share_is_above_100_percent() -> None:
     """An iteration cannot get shorter by more than it takes; a wide interval says nothing more."""
-    wide = replace(
+    wide = changed(
         RESULT,
         raw_s={"read": 0.016, "forward": 0.008, "log": 0.003},
         spread_s={"read": 0.005, "forward": 0.011, "log": 0.0001},
@@ -148,10 +146,6 @@ def test_no_share_is_above_100_percent() -> None:
     assert "< 12.5  < 100.0" in text
 
 
-def without(data: dict[str, object], *keys: str) -> dict[str, object]:
-    return {key: value for key, value in data.items() if key not in keys}
-
-
 def test_json_and_back(tmp_path: Path) -> None:
     """A result, and several, come back equal from text and from files."""
     several = ProfileResults([RESULT, OTHER])
@@ -159,19 +153,21 @@ def test_json_and_back(tmp_path: Path) -> None:
     assert ProfileResults.from_json(several.to_json()) == several
     RESULT.save(tmp_path / "one.json")
     several.save(tmp_path / "several.json")
-    earlier = without(json.loads(RESULT.to_json()), "other_load")  # what is missing has its default
-    assert ProfileResult.from_dict(earlier) == RESULT
+    shorter = json.loads(RESULT.to_json())
+    del shorter["measurement"]["other_load"]  # what is missing has its default
+    assert ProfileResult.from_dict(shorter) == RESULT
     assert ProfileResult.load(tmp_path / "one.json") == RESULT
     assert ProfileResults.load(tmp_path / "several.json") == several
 
 
 def test_a_busy_machine_is_told_before_all_else() -> None:
     """With how much of it others used; a little does not count."""
-    busy = replace(RESULT, other_load=OtherLoad(1.25, 2))
+    busy = measured(RESULT, other_load=OtherLoad(1.25, 2))
     for text in (busy.format_report(), ProfileResults([RESULT, busy]).format_report()):
         assert text.startswith("the machine is busy: other processes use 1.2 of 2 cores")
     assert ProfileResult.from_json(busy.to_json()) == busy
-    assert replace(RESULT, other_load=OtherLoad(0.1, 2)).format_report() == RESULT.format_report()
+    idle = measured(RESULT, other_load=OtherLoad(0.1, 2))
+    assert idle.format_report() == RESULT.format_report()
 
 
 def test_rows_for_other_tools(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,14 +198,13 @@ def test_rows_for_other_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"baseline_s": "long"},
-        {"baseline_s": float("nan")},
-        {"raw_s": {"read": 0.1}},
-        {"spread_s": 3},
-        {"host_s": {}},
-        {"in_others_s": {"read": {"step": None}}},
+        {"iteration": "long"},
+        {"iteration": {"mean": {"value_s": float("nan"), "spread_s": 0.0}, "median_s": 0.0}},
+        {"tasks": 3},
+        {"tasks": {"read": {}}},
+        {"tasks": {"read": {"thread": {"host_s": 0.1}, "in_others_s": {"step": None}}}},
         {"advice": [{"gone": 1}]},
-        {"other_load": {"cores": 2}},
+        {"measurement": {"num_rounds": 2}},
         {"batch": 3},
         {"extra": 1},
     ],
@@ -219,7 +214,7 @@ def test_a_damaged_result_is_refused(change: dict[str, object]) -> None:
     for data in ({**json.loads(RESULT.to_json()), **change}, change, [change]):
         with pytest.raises(ValueError, match="profile result"):
             ProfileResult.from_dict(data)
-    with pytest.raises(ValueError, match="a JSON list, or an object"):
+    with pytest.raises(ValueError, match="a file of profile results has the keys"):
         ProfileResults.from_json(RESULT.to_json())
 
 
@@ -235,7 +230,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 @pytest.mark.parametrize("wrong", [[], {}, "x", True, None, 1.5])
 def test_a_value_of_another_json_kind_is_refused_or_is_a_result(wrong: object) -> None:
     """At any place of the file; no other error comes when it is read, compared or shown."""
-    whole = ProfileResults([replace(RESULT, other_load=OtherLoad(0.5, 2))]).to_json()
+    whole = ProfileResults([measured(RESULT, other_load=OtherLoad(0.5, 2))]).to_json()
     refused = 0
     for path in _places(json.loads(whole)):
         data = json.loads(whole)
@@ -278,37 +273,48 @@ def test_tasks_that_block_the_host(
     host_s: dict[str, float], blocked_s: dict[str, float], blocking: tuple[str, ...]
 ) -> None:
     """The longest come first."""
-    assert replace(RESULT, host_s=host_s, blocked_s=blocked_s).blocking == blocking
+    tasks = tasks_of(raw_s=host_s, host_s=host_s, blocked_s=blocked_s)
+    assert replace(RESULT, tasks=tasks).blocking == blocking
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("result", "says"),
     [
         (
-            {"mode": "pipelined", "busy_s": {"io": 0.012, "default": 0.007}},
+            replace(RESULT, mode="pipelined", busy_s={"io": 0.012, "default": 0.007}),
             "one thread group is busy nearly all of 12.500 ms: io",
         ),
         (
-            {"busy_s": {"io": 0.0115, "net": 0.002, "default": 0.012}},
+            replace(RESULT, busy_s={"io": 0.0115, "net": 0.002, "default": 0.012}),
             "so all have to do less: default (12.000 ms), io (11.500 ms)",
         ),
         (
-            {"busy_s": {"io": 0.007, "default": 0.006}},
+            replace(RESULT, busy_s={"io": 0.007, "default": 0.006}),
             "io the longest with 7.000 ms: iterations wait for",
         ),
-        ({"put_back": ()}, "restored afterwards: generators only; no other state was shown"),
         (
-            {"put_back": ("Sequential", *["leaf (float32 [3])"] * 1000, "SGD")},
+            measured(RESULT, put_back=()),
+            "restored afterwards: generators only; no other state was shown",
+        ),
+        (
+            measured(RESULT, put_back=("Sequential", *["leaf (float32 [3])"] * 1000, "SGD")),
             "restored afterwards: Sequential, 1000 x leaf (float32 [3]), SGD",
         ),
-        ({"put_back": tuple(f"model_{i}" for i in range(1000))}, "model_11 and 988 more"),
-        ({"blocked_s": {}}, "blocks the host: no task"),
-        ({"advice": ()}, "do next: no change is known that promises more than the measurement's"),
+        (
+            measured(RESULT, put_back=tuple(f"model_{i}" for i in range(1000))),
+            "model_11 and 988 more",
+        ),
+        (changed(RESULT, blocked_s=dict.fromkeys(RESULT.tasks, 0.0)), "blocks the host: no task"),
+        (measured(RESULT, coverage="2 of 9 batches were seen."), "2 of 9 batches were seen."),
+        (
+            replace(RESULT, advice=()),
+            "do next: no change is known that promises more than the measurement's",
+        ),
     ],
 )
-def test_lines_of_the_report(change: dict[str, Any], says: str) -> None:
+def test_lines_of_the_report(result: ProfileResult, says: str) -> None:
     """What there is nothing to say of is said, too; and lists are short."""
-    assert says in " ".join(replace(RESULT, **change).format_report().split())
+    assert says in " ".join(result.format_report().split())
 
 
 @pytest.mark.parametrize(
@@ -324,7 +330,7 @@ def test_a_change_counts_if_it_is_beyond_the_interval(
     after_s: float, verdict: str, summary: str
 ) -> None:
     """Both intervals count, as of independent measurements."""
-    diff = RESULT.diff(replace(RESULT, baseline_s=after_s))
+    diff = RESULT.diff(of_step(RESULT, after_s))
     assert diff.iteration.verdict == verdict
     assert diff.summary == summary
 
@@ -334,7 +340,7 @@ def test_profiles_of_several_batches_are_compared_batch_by_batch() -> None:
     several = ProfileResults([RESULT, OTHER])
     swapped = ProfileResults([OTHER, RESULT])
     assert [diff.of for diff in several.diff(swapped)] == ["batch 0", "batch 1"]
-    assert all(diff.iteration.saved_s == 0 for diff in several.diff(swapped))
+    assert all(diff.iteration.verdict == "same" for diff in several.diff(swapped))
     with pytest.raises(ValueError, match="different batches: batch 0, batch 1, and batch 0"):
         several.diff(ProfileResults([RESULT]))
     planned = ProfileResults([replace(RESULT, mode="pipelined")])
@@ -344,12 +350,14 @@ def test_profiles_of_several_batches_are_compared_batch_by_batch() -> None:
 def test_two_profiles_are_compared() -> None:
     """The iteration first; tasks that only one of them has measured have no change."""
     diff = RESULT.diff(OTHER)
-    assert diff.iteration.saved_s == pytest.approx(-0.0075)
-    assert diff.iteration.spread_s == pytest.approx(0.00025 * 2**0.5)
+    assert diff.iteration.saved is not None
+    assert diff.iteration.saved.value_s == pytest.approx(-0.0075)
+    assert diff.iteration.saved.spread_s == pytest.approx(0.00025 * 2**0.5)
     by_name = {change.name: change for change in diff.tasks}
-    assert by_name["read"].saved_s == pytest.approx(-0.001)
-    assert by_name["read"].spread_s == pytest.approx(0.0001 * 2**0.5)
-    assert by_name["forward"].saved_s is by_name["step"].saved_s is by_name["scale"].saved_s is None
+    assert by_name["read"].saved is not None
+    assert by_name["read"].saved.value_s == pytest.approx(-0.001)
+    assert by_name["read"].saved.spread_s == pytest.approx(0.0001 * 2**0.5)
+    assert by_name["forward"].saved is by_name["step"].saved is by_name["scale"].saved is None
     assert stripped(str(diff)) == stripped(DIFF)
 
 

@@ -12,7 +12,6 @@ import pytest
 from swpipe.errors import ShortcutError, UnsavedStateError
 from swpipe.profiler import rounds
 from swpipe.profiler.exposures import BASE, Kind
-from swpipe.profiler.host import HostTimes
 from swpipe.profiler.rounds import MAX_ROUNDS, Counts, Rounds
 
 READ, STEP = "read", "step"
@@ -32,6 +31,7 @@ class Machine:
     measure = 3
     cycle = 1
     tasks = ()
+    calls = ()
     pulls = None
     device = SimpleNamespace(has_streams=False)
 
@@ -130,12 +130,6 @@ class Machine:
         self.log.append("|")
 
 
-@pytest.fixture(autouse=True)
-def no_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine has no tasks whose runs could be looked up."""
-    monkeypatch.setattr(HostTimes, "add", lambda *given: None)
-
-
 def measured(
     machine: Any,
     kinds: list[Kind],
@@ -214,12 +208,12 @@ def test_a_target_ends_the_profile_once_it_is_reached() -> None:
     def takes_s(kind: Kind, visit: int) -> float:
         return 10.0 + (1.0 * (next(noise) % 2) if kind == STEP else 0.0)
 
-    found = measured(Machine(takes_s), [READ, STEP], target_spread_s=0.3)
+    found = measured(Machine(takes_s), [READ, STEP], target_spread_ms=300)
     assert all(each.spread_s <= 0.3 for each in rounds.time_saved(found.saved_s).values())
     assert 5 <= len(found.saved_s[READ]) < len(found.saved_s[STEP]) < MAX_ROUNDS
     wild = Machine(lambda kind, visit: 10.0 + 5.0 * (next(noise) % 2))
-    assert len(measured(wild, [READ], target_spread_s=1e-6).base_s) == MAX_ROUNDS
-    assert len(measured(wild, [READ], target_spread_s=1e-6, seconds=1000.0).base_s) < 40
+    assert len(measured(wild, [READ], target_spread_ms=1e-3).base_s) == MAX_ROUNDS
+    assert len(measured(wild, [READ], target_spread_ms=1e-3, seconds=1000.0).base_s) < 40
 
 
 def test_ranks_do_what_the_first_one_wants(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,10 @@ from swpipe import (
     TaskProfiler,
     TaskSchedule,
 )
+from swpipe.pipeline import borrowed
+from swpipe.profiler import profiler
+from swpipe.profiler.measure import WindowTimer
+from swpipe.profiler.rounds import Counts
 from swpipe.profiler.sampling import MOST, Sample, pattern_of, visit_length
 from tests.support.virtual_clock import TimedHost
 
@@ -34,11 +38,11 @@ def test_what_was_not_seen_is_said() -> None:
     """Of an iterator that goes on, of a long list, and of a single batch."""
     endless = Sample.of(iter(range(10**6)))
     assert (len(endless), endless.given) == (MOST, 0)
-    assert "of what comes later nothing is known" in endless.seen(50)
+    assert "of what comes later nothing is known" in endless.coverage(50)
     assert Sample.of(iter("abc")).given == 3
-    assert Sample.of("abc").seen(9) == "All 3 batches were seen, in 9 iterations."
-    assert Sample.of(range(5_000)).seen(200).startswith("200 of 5000 batches were seen")
-    assert Sample.of([1]).seen(8).startswith("One batch was given, and seen in 8 iterations")
+    assert Sample.of("abc").coverage(9) == "All 3 batches were seen, in 9 iterations."
+    assert Sample.of(range(5_000)).coverage(200).startswith("200 of 5000 batches were seen")
+    assert Sample.of([1]).coverage(8).startswith("One batch was given, and seen in 8 iterations")
     with pytest.raises(ValueError, match="batches is empty: give at least one batch"):
         Sample.of([])
 
@@ -77,8 +81,8 @@ def test_how_iterations_differ_is_said() -> None:
     """The median, the 95th percentile, and what comes every so many steps."""
     assert pattern_of([5.0] * 40) == ""
     text = pattern_of([*[0.010] * 9, 0.080] * 4)
-    assert text == "median 10.0 ms, 95th percentile 80.0 ms; every 10th takes 70.0 ms more"
-    assert pattern_of([0.010, 0.010, 0.080] * 12).endswith("every 3rd takes 70.0 ms more")
+    assert text == "median 10.0 ms, 95th percentile 80.0 ms; one in 10 takes 70.0 ms more"
+    assert pattern_of([0.010, 0.010, 0.080] * 12).endswith("one in 3 takes 70.0 ms more")
 
 
 TAKES_MS = {"augment": (20, 0, 8), "train": (1, 30, 5)}
@@ -108,7 +112,7 @@ def test_the_result_of_many_batches_is_of_the_loop_and_of_each(
     assert loop is not None
     assert loop.baseline_s == pytest.approx(64e-3 / 3)
     assert loop.exposed_s == pytest.approx({"augment": 28e-3 / 3, "train": 12e-3})
-    assert loop.in_others_s == {"augment": {}, "train": {}}
+    assert all(task.in_others_s == {} for task in loop.tasks.values())
     for batch, result in enumerate(results):
         of = {name: ms[batch] / 1e3 for name, ms in TAKES_MS.items()}
         assert result.exposed_s == pytest.approx(of, abs=1e-9)
@@ -129,11 +133,12 @@ def test_what_comes_every_tenth_time_is_not_laid_to_other_tasks(host: TimedHost)
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
         result = TaskProfiler(pipe).profile_loop(range(7), num_rounds=2)
     assert result.exposed_s == pytest.approx({"read": 3e-3, "save": 5e-3}, rel=0.05)
-    assert result.spread_s["read"] < 0.1e-3
+    assert result.exposures["read"].spread_s < 0.1e-3
     assert result.baseline_s == pytest.approx(8e-3, rel=0.02)
-    assert result.seen.startswith("All 7 batches were seen, in ")
-    assert len(result.host_each_s["save"]) == len(result.steps_s)
-    assert result.costs.iterations == len(result.steps_s)
+    assert result.measurement.coverage.startswith("All 7 batches were seen, in ")
+    steps_s = result.iteration.each_s
+    assert len(result.tasks["save"].thread.each_s) == len(steps_s)
+    assert result.costs.iterations == len(steps_s)
 
 
 def test_a_loop_is_profiled_under_a_plan_over_all_its_batches(
@@ -150,3 +155,31 @@ def test_a_loop_is_profiled_under_a_plan_over_all_its_batches(
         seen = [host.perf_counter() for _ in pipe.iterate(list(range(3)) * 40)]
     assert result.baseline_s == pytest.approx((seen[99] - seen[39]) / 60, rel=0.01)
     assert result.exposed_s["augment"] == pytest.approx(result.baseline_s - 12e-3, rel=0.02)
+
+
+def test_a_profile_of_a_loop_has_as_many_rounds_as_fit(
+    host: TimedHost, uneven: list[PipelineTask]
+) -> None:
+    """Into the time that is given, after the iterations in their order."""
+    with SWPipeline(PipelinePlan.serial(uneven), uneven, device="cpu") as pipe:
+        begin_s = host.perf_counter()
+        result = TaskProfiler(pipe).profile_loop(range(3), num_rounds=None, seconds=20.0)
+    assert 15.0 < host.perf_counter() - begin_s < 22.0
+    assert result.measurement.num_rounds > 5
+
+
+def test_all_ranks_make_visits_of_one_length(
+    uneven: list[PipelineTask], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest that any of them needs: here another rank needs all four batches."""
+
+    def gathered(own: float) -> list[float]:
+        return [own, 4 if isinstance(own, int) else own]
+
+    monkeypatch.setattr(profiler, "is_alone", lambda: False)
+    monkeypatch.setattr(profiler, "gather", gathered)
+    sample = Sample.of([0, 1, 0, 1])
+    with SWPipeline(PipelinePlan.serial(uneven), uneven, device="cpu") as pipe, borrowed(pipe):
+        timer = WindowTimer(pipe, sample, None, 1, 1, pipelined=False)
+        _, counts, section = TaskProfiler(pipe)._passage(timer, sample, Counts(1, 1), 3)
+    assert (counts.num_measure, section) == (4, 4)

@@ -76,7 +76,7 @@ def test_a_task_that_costs_nothing_reads_zero_in_95_of_100_profiles() -> None:
                 measured.append((kind, timed[1:]))
             for kind, difference in differences_in(measured).items():
                 saved_s[kind].append(difference)
-        hits += [abs(value) <= spread for value, spread in time_saved(saved_s).values()]
+        hits += [abs(of.value_s) <= of.spread_s for of in time_saved(saved_s).values()]
     assert 0.91 <= fmean(hits) <= 0.99
 
 
@@ -100,13 +100,13 @@ def test_the_time_of_a_replay_is_added(
 ) -> None:
     """Other work may hide it, or wait for it: the interval says that this is not known."""
     found = with_replay(Estimate(saved_s, 0.1), replay_s)
-    assert found == pytest.approx((value_s, spread_s))
+    assert (found.value_s, found.spread_s) == pytest.approx((value_s, spread_s))
 
 
 def test_differences_of_batches_are_no_uncertainty() -> None:
     """Of whole passes the means count; a loop that was gone through once has parts."""
     even = mean_of_loop([14.0, 34.0] * 30, cycle=2)
-    assert even == (24.0, 0.0)
+    assert even == Estimate(24.0, 0.0)
     noisy = mean_of_loop([14.0, 34.0, 15.0, 35.0] * 15, cycle=2)
     assert noisy.value_s == 24.5
     assert 0 < noisy.spread_s < 2.0

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import pytest
 import torch
+from tqdm import TMonitor
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from swpipe.profiler import measure_costs, measure_memory, try_plans
+from swpipe.profiler import measure_costs, measure_memory
+from swpipe.tuning.autotuning import Loop
+from swpipe.tuning.budget import Window
 from tests.profiler.sleepers import InTurn, sleepers
 from tests.support.virtual_clock import TimedHost
 
@@ -23,10 +26,20 @@ BESIDE = PipelinePlan(
 )
 
 
+def tried(
+    tasks: list[PipelineTask],
+    plans: dict[str, PipelinePlan],
+    loader: Any = None,
+    batches: Sequence[Any] = (1, 2),
+) -> dict[str, float]:
+    """The seconds of an iteration under each plan, in one turn."""
+    return Loop(tasks, batches, "cpu").try_round(plans, 0, loader, Window(2, 6))
+
+
 def test_the_result_is_the_iteration_time_under_each_plan(host: TimedHost) -> None:
     """Tasks of 4 and 3 ms, one after the other or at the same time."""
     tasks = sleepers(host, read=4, work=3)
-    took_s = try_plans(tasks, {"serial": SERIAL, "beside": BESIDE}, [1, 2], 2, 6, device="cpu")
+    took_s = tried(tasks, {"serial": SERIAL, "beside": BESIDE})
     assert list(took_s) == ["serial", "beside"]
     assert took_s == pytest.approx({"serial": 7e-3, "beside": 4e-3})
 
@@ -35,12 +48,12 @@ def test_a_loader_is_called_in_each_iteration(host: TimedHost) -> None:
     """It takes 5 ms, on the caller's thread or beside the tasks."""
     tasks = sleepers(host, read=4, work=3)
     plans = {"serial": SERIAL, "pulled ahead": replace(SERIAL, pull_group="loader")}
-    took_s = try_plans(tasks, plans, [1, 2], 2, 6, device="cpu", loader=InTurn(host, 5, length=1))
+    took_s = tried(tasks, plans, InTurn(host, 5, length=1))
     assert took_s == pytest.approx({"serial": 12e-3, "pulled ahead": 7e-3})
 
 
 def test_plans_are_tried_in_turns() -> None:
-    """The second round begins with the plan that the first one ended with: none is always first."""
+    """The second turn begins with the plan that the first one ended with: none is always first."""
     threads: list[str] = []
 
     def read(ctx: IterContext) -> None:
@@ -48,8 +61,10 @@ def test_plans_are_tried_in_turns() -> None:
 
     caller = threading.current_thread().name
     tasks = [PipelineTask("read", read), PipelineTask("work", lambda ctx: None)]
-    try_plans(tasks, {"serial": SERIAL, "beside": BESIDE}, [1, 2], 1, 1, device="cpu", state=[])
-    assert [name for name, _ in groupby(threads)] == ["beside", "serial", "beside"]
+    loop = Loop(tasks, [1, 2], "cpu", state=[])
+    for turn in range(2):
+        loop.try_round({"serial": SERIAL, "beside": BESIDE}, turn, None, Window(1, 1))
+    assert [name for name, _ in groupby(threads)] == ["serial", "beside", "serial"]
 
 
 def costs(tasks: list[PipelineTask], batch: Any) -> None:
@@ -61,10 +76,15 @@ def costs(tasks: list[PipelineTask], batch: Any) -> None:
 
 
 MEASURES: dict[str, Callable[[list[PipelineTask], Any], object]] = {
-    "plans": lambda tasks, batch: try_plans(tasks, {"beside": BESIDE}, [batch], 1, 2),
+    "plans": lambda tasks, batch: tried(tasks, {"beside": BESIDE}, batches=[batch]),
     "costs": costs,
     "memory": lambda tasks, batch: measure_memory(tasks, [batch], device="cpu"),
 }
+
+
+def running() -> set[threading.Thread]:
+    """The threads that run, but for those that watch bars of progress."""
+    return {thread for thread in threading.enumerate() if not isinstance(thread, TMonitor)}
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -72,7 +92,7 @@ def test_whatever_is_measured_trained_state_is_restored(measure: str) -> None:
     """Also when a task fails; no thread stays."""
     model = torch.nn.Linear(2, 2)
     before = model.weight.detach().clone()
-    threads = threading.active_count()
+    threads = running()
 
     def work(ctx: IterContext) -> None:
         with torch.no_grad():
@@ -86,4 +106,4 @@ def test_whatever_is_measured_trained_state_is_restored(measure: str) -> None:
     with pytest.raises(OSError, match="the disk is gone"):
         MEASURES[measure](tasks, "bad")
     assert torch.equal(model.weight, before)
-    assert threading.active_count() == threads
+    assert running() == threads

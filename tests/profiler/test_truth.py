@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from swpipe import (
@@ -17,8 +19,10 @@ from swpipe import (
     TaskSchedule,
 )
 from swpipe.profiler import ProfileResult
-from swpipe.profiler.figures import busy_s, limiting
+from swpipe.profiler.figures import busy_s
+from tests.profiler.results import of_step
 from tests.profiler.sleepers import overlapped, sleeper, sleepers
+from tests.profiler.test_result import RESULT
 from tests.support.virtual_clock import TimedDevice, TimedHost, tell_time
 
 COUNTS = {"num_warmup": 1, "num_measure": 3, "num_rounds": 3}
@@ -35,13 +39,18 @@ def exactly(**milliseconds: float) -> dict[str, object]:
     return {name: pytest.approx(ms / 1e3, abs=1e-12) for name, ms in milliseconds.items()}
 
 
+def spreads_s(result: ProfileResult) -> dict[str, float]:
+    """The half-widths of the intervals of exposed times."""
+    return {name: exposed.spread_s for name, exposed in result.exposures.items()}
+
+
 def test_serially_every_task_is_exposed_in_full(host: TimedHost) -> None:
     """No task overlaps another one."""
     tasks = sleepers(host, read=4, forward=6, idle=0)
     result = profiled(PipelinePlan.serial(tasks), tasks, pipelined=False)
     assert result.baseline_s == pytest.approx(10e-3)
     assert result.exposed_s == exactly(read=4, forward=6, idle=0)
-    assert result.spread_s == exactly(read=0, forward=0, idle=0)
+    assert spreads_s(result) == exactly(read=0, forward=0, idle=0)
 
 
 def test_under_the_plan_with_three_thread_groups(host: TimedHost) -> None:
@@ -55,7 +64,7 @@ def test_under_the_plan_with_three_thread_groups(host: TimedHost) -> None:
         result = TaskProfiler(pipe).profile(None, pipelined=True, num_rounds=6)
     assert result.baseline_s == pytest.approx(7e-3)
     assert result.exposed_s == exactly(read=2, decode=2, copy=0, forward=0)
-    assert result.spread_s == exactly(read=0, decode=0, copy=0, forward=0)
+    assert spreads_s(result) == exactly(read=0, decode=0, copy=0, forward=0)
 
 
 def test_a_task_that_is_slow_now_and_then_costs_its_mean(host: TimedHost) -> None:
@@ -70,9 +79,9 @@ def test_a_task_that_is_slow_now_and_then_costs_its_mean(host: TimedHost) -> Non
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
         result = TaskProfiler(pipe).profile(None, num_measure=4, num_rounds=24)
     mean_s = (7 * 1e-3 + 40e-3) / 8
-    assert abs(result.baseline_s - (mean_s + 4e-3)) <= result.baseline_spread_s
-    assert abs(result.exposed_s["read"] - mean_s) <= result.spread_s["read"]
-    assert result.baseline_median_s == pytest.approx(5e-3)
+    assert abs(result.baseline_s - (mean_s + 4e-3)) <= result.step.spread_s
+    assert abs(result.exposed_s["read"] - mean_s) <= result.exposures["read"].spread_s
+    assert result.iteration.median_s == pytest.approx(5e-3)
     assert "so slow ones" in result.format_report()
     assert result.host_s["read"] == pytest.approx(mean_s, rel=0.5)
 
@@ -84,11 +93,12 @@ def test_a_replay_that_takes_time_does_not_change_the_result(host: TimedHost) ->
     tasks = [read, *sleepers(host, train=3)]
     serial = profiled(PipelinePlan.serial(tasks), tasks, pipelined=False)
     assert serial.exposed_s == exactly(read=6, train=3)
-    assert serial.replay_s == exactly(read=2, train=0)
+    replay_s = {name: task.replay_s for name, task in serial.tasks.items()}
+    assert replay_s == exactly(read=2, train=0)
     plan = overlapped({"io": ["read"], "default": ["train"]})
     piped = profiled(plan, tasks, pipelined=True)
     assert piped.exposed_s["read"] == pytest.approx(4e-3)
-    assert piped.spread_s["read"] == pytest.approx(1e-3)  # the truth, 3, is within
+    assert piped.exposures["read"].spread_s == pytest.approx(1e-3)  # the truth, 3, is within
 
 
 def test_device_work_is_exposed_as_far_as_no_other_stream_hides_it(
@@ -138,7 +148,8 @@ def test_what_a_task_saves_in_others_is_told(host: TimedHost) -> None:
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
         result = TaskProfiler(pipe).profile(None, **COUNTS)
     assert result.exposed_s == exactly(read=1, forward=6, backward=5)
-    assert result.in_others_s == {"read": {}, "forward": exactly(backward=4), "backward": {}}
+    less_s = {name: task.in_others_s for name, task in result.tasks.items()}
+    assert less_s == {"read": {}, "forward": exactly(backward=4), "backward": {}}
 
 
 def test_a_thread_group_is_busy_with_all_its_tasks() -> None:
@@ -147,4 +158,4 @@ def test_a_thread_group_is_busy_with_all_its_tasks() -> None:
     names = ("read", "decode", "copy", "train", "step")
     busy = busy_s(plan, dict(zip(names, (1.0, 2.0, 9.5, 8.0, 2.0), strict=True)))
     assert busy == {"io": 3.0, "copies": 9.5, "default": 10.0}
-    assert limiting(busy, 10.0) == ("default", "copies")
+    assert of_step(replace(RESULT, busy_s=busy), 10.0).limiting == ("default", "copies")

@@ -14,6 +14,7 @@ from swpipe.profiler.figures import LoaderPace
 from swpipe.profiler.spread import Estimate
 from swpipe.reporting import PromisedChange, StepVerdict
 from swpipe.reporting.account import START, Ceiling, StepAccount, account_of
+from tests.profiler.results import changed, of_step
 from tests.reporting.test_report import profile_of
 
 NAMES = ("read", "exchange", "train")
@@ -30,7 +31,7 @@ PLAN = PipelinePlan(
 
 def account(profile: ProfileResult, *, streams: bool = False, cpu_s: float = 0.0) -> StepAccount:
     """Of a plain loop that takes what the profile says."""
-    run = simulate(PLAN, profile.costs, streams=bool(profile.device_s), iterations=12)
+    run = simulate(PLAN, profile.costs, streams=profile.on_streams, iterations=12)
     path = run.trace().critical_path()
     return account_of(profile, path, PLAN, streams=streams, cpu_s=cpu_s)
 
@@ -40,7 +41,7 @@ def verdict(
 ) -> StepVerdict:
     """On tasks that take so many seconds."""
     profile = profile_of({"read": read, "exchange": exchange, "train": train})
-    profile = replace(profile, blocked_s={**profile.blocked_s, **(blocked_s or {})})
+    profile = changed(profile, blocked_s=blocked_s or {})
     return account(profile).verdict
 
 
@@ -63,7 +64,7 @@ def test_where_no_one_thing_takes_half_the_step_is_balanced() -> None:
 def test_a_device_that_waits_for_its_host_makes_a_loop_host_bound() -> None:
     """Time on a thread computes where there are no streams, and holds up the device elsewhere."""
     profile = profile_of({"read": 0.1, "exchange": 0.1, "train": 0.8})
-    on_device = replace(profile, device_s={"train": 0.1})
+    on_device = changed(profile, device_s={"train": 0.1})
     assert account(profile).verdict.bound == "compute-bound"
     assert account(on_device).verdict.bound == "host-bound"
 
@@ -83,16 +84,16 @@ def test_the_ceiling_is_what_the_longest_chain_or_the_cores_leave(
     with monkeypatch.context() as on_two_ranks:
         on_two_ranks.setenv("LOCAL_WORLD_SIZE", "2")
         assert ceiling(profile) == (0.0, "1 core for all tasks")
-    waits = replace(profile, blocked_s={"read": 0.3, "exchange": 0.3, "train": 0.0})
+    waits = changed(profile, blocked_s={"read": 0.3, "exchange": 0.3, "train": 0.0})
     assert ceiling(waits) == (0.6, "one thread: train alone")
-    assert ceiling(replace(waits, baseline_s=0.3))[0] == 0.0
+    assert ceiling(of_step(waits, 0.3))[0] == 0.0
 
 
 def test_what_threads_of_libraries_compute_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task that waits for them is off the CPU, and two ranks were told of 35% to gain."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     profile = profile_of({"read": 0.3, "exchange": 0.3, "train": 0.4})
-    waits = replace(profile, blocked_s={"read": 0.3, "exchange": 0.3, "train": 0.0})
+    waits = changed(profile, blocked_s={"read": 0.3, "exchange": 0.3, "train": 0.0})
     found = account(waits, cpu_s=0.9).ceiling
     assert (round(found.saved_s, 9), found.limit) == (0.1, "1 core for all tasks")
     assert found.needs == "To reach it, all cores have to be busy all the time."
@@ -101,7 +102,7 @@ def test_what_threads_of_libraries_compute_counts(monkeypatch: pytest.MonkeyPatc
 def test_a_ceiling_says_what_it_takes() -> None:
     """The tasks that have to run beside those that limit it, the longest first."""
     profile = profile_of({"read": 0.2, "exchange": 0.3, "train": 0.5})
-    waits = replace(profile, blocked_s=profile.host_s)
+    waits = changed(profile, blocked_s=profile.host_s)
     needs = account(waits).ceiling.needs
     assert needs == "To reach it, exchange, read must run beside that, on other threads."
 
@@ -109,7 +110,7 @@ def test_a_ceiling_says_what_it_takes() -> None:
 def test_a_loader_that_works_ahead_sets_the_floor() -> None:
     """No plan makes it faster; one that is called in turn can have a thread."""
     profile = profile_of({"read": 0.3, "exchange": 0.3, "train": 0.4})
-    waits = replace(profile, blocked_s=profile.host_s)
+    waits = changed(profile, blocked_s=profile.host_s)
     for works_ahead, saved_s in ((True, 0.3), (False, 0.6)):
         pace = LoaderPace(0.7, 0.0, works_ahead, 0, False)
         found = account(replace(waits, loader=pace)).ceiling
@@ -134,13 +135,13 @@ def test_a_ceiling_is_worth_it_beyond_noise_and_a_few_percent(
     saved_s: float, spread_s: float, worth: bool
 ) -> None:
     """Of a step of a second."""
-    ceiling = Ceiling(1 - saved_s, "", (), saved_s, spread_s, saved_s, "")
+    ceiling = Ceiling(Estimate(1.0, spread_s), 1 - saved_s)
     assert ceiling.is_worth_it == worth
 
 
 def test_a_promise_is_kept_where_the_intervals_meet() -> None:
     """And nothing is said where it was not tried."""
-    advice = Advice("move", "read", 0.010, 0.002, "thread 'io'", "", PLAN)
+    advice = Advice("move", "read", Estimate(0.010, 0.002), "thread 'io'", "", PLAN)
     assert PromisedChange(advice).kept is None
     assert PromisedChange(advice, Estimate(0.007, 0.001)).kept
     assert PromisedChange(advice, Estimate(0.006, 0.001)).kept is False

@@ -183,11 +183,11 @@ def test_workers_that_all_read_the_whole_are_found() -> None:
     assert not found(1, parts=False)
 
 
-def test_workers_that_are_too_slow_are_found(host: TimedHost) -> None:
-    """The loop waits for a loader that has workers."""
+def test_workers_that_are_too_slow_are_no_finding(host: TimedHost) -> None:
+    """The loop waits for a loader that works ahead: that is what the advice of the profile says."""
     data = TensorDataset(torch.ones(4096, 8))
     loader = DataLoader(data, 4, sampler=Slow(host, data), num_workers=1)
-    assert rules(examined(training(), loader, rounds=2)) == [("slow-loader", "loader")]
+    assert rules(examined(training(), loader, rounds=2)) == []
 
 
 PURE: dict[str, Any] = {"pure": True}
@@ -251,4 +251,4 @@ def test_a_graph_break_is_found(fresh_compiler: None) -> None:
     found = examined(tasks, batches(), rounds=2)
     line = scale.__wrapped__.__code__.co_firstlineno + 3  # type: ignore[attr-defined]
     assert rules(found) == [("graph-break", f"{__file__}:{line}")]
-    assert "graph_break()" in found[0].mend
+    assert "graph_break()" in found[0].fix

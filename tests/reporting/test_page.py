@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from swpipe.profiler import ProfileResult
+from swpipe.profiler.figures import IterationTimes, RankTimes
 from swpipe.profiler.other_load import OtherLoad
-from swpipe.profiler.rank_times import RankTimes
 from swpipe.profiler.spread import Estimate
 from swpipe.reporting import StepReport
+from tests.profiler.results import changed, measured, tasks_of
 from tests.support.browser import DARK, LIGHT, needs_chromium, seen
 
 SECTIONS = ("verdict", "next", "parts", "exposed", "timeline", "changes", "ranks", "about")
@@ -45,8 +45,12 @@ def _on(rank: int) -> RankTimes:
     """Rank 1 decodes longer; without that, rank 0 takes less in train, a collective."""
     host_s = {"decode": 0.012 + 0.004 * rank, "train": 0.007}
     zero = {"decode": 0.0, "train": 0.0}
-    less = {"decode": {"train": 0.004 * (1 - rank)}, "train": {}}
-    return RankTimes(rank, 0.02 + 0.005 * rank, host_s, zero, host_s, zero, less)
+    less = {"decode": {"train": 0.004 * (1 - rank)}}
+    return RankTimes(
+        rank=rank,
+        iteration=IterationTimes(Estimate(0.02 + 0.005 * rank, 0.0), 0.02),
+        tasks=tasks_of(raw_s=host_s, spread_s=zero, host_s=host_s, in_others_s=less),
+    )
 
 
 @needs_chromium
@@ -116,10 +120,10 @@ def test_what_users_name_is_shown_as_it_is(found: StepReport) -> None:
 
 @pytest.mark.usefixtures("plain_charts")
 def test_findings_come_before_all_else(found: StepReport) -> None:
-    """Each with its place and its mend."""
+    """Each with its place and its fix."""
 
     class Finding:
-        place, text, mend = "loop.py:7, train", ".item() waits for the device", "log every 100"
+        place, text, fix = "loop.py:7, train", ".item() waits for the device", "log every 100"
 
     page = replace(found, findings=(Finding(),)).to_html()
     assert page.index("loop.py:7") < page.index("Where the step goes")
@@ -145,7 +149,7 @@ def test_a_page_says_which_rank_waits_for_which(found: StepReport) -> None:
 @pytest.mark.usefixtures("plain_charts")
 def test_a_busy_machine_comes_first(found: StepReport) -> None:
     """What was measured is too long then."""
-    busy = replace(found, profile=replace(found.profile, other_load=OtherLoad(1.5, 2)))
+    busy = replace(found, profile=measured(found.profile, other_load=OtherLoad(1.5, 2)))
     assert "The machine is busy: other processes use 1.5 of 2 cores" in busy.to_html()
     assert "Too busy to tell" in busy.to_html()
     assert str(busy).splitlines()[2:] == [
@@ -153,8 +157,8 @@ def test_a_busy_machine_comes_first(found: StepReport) -> None:
         "Beside other processes, what bounds it and what to change cannot be told.",
         "next step: Stop what else runs, or wait for it, and measure again.",
     ]
-    assert busy.to_dict()["bound"] is None
-    idle = replace(found, profile=replace(found.profile, other_load=OtherLoad(0.1, 2)))
+    assert busy.to_dict()["verdict"] is None
+    idle = replace(found, profile=measured(found.profile, other_load=OtherLoad(0.1, 2)))
     assert "machine is busy" not in idle.to_html()
 
 
@@ -171,9 +175,8 @@ def test_a_difference_between_removal_and_part_is_explained(found: StepReport) -
     """In the row of the task: what hides it, or what it slows."""
 
     def page(**raw_ms: float) -> str:
-        raw_s = {**found.profile.raw_s, **{name: ms / 1e3 for name, ms in raw_ms.items()}}
-        profile: ProfileResult = replace(found.profile, raw_s=raw_s)
-        return replace(found, profile=profile).to_html()
+        raw_s = {name: ms / 1e3 for name, ms in raw_ms.items()}
+        return replace(found, profile=changed(found.profile, raw_s=raw_s)).to_html()
 
     assert "removed, it saves" not in page()
     assert "something else takes as long" in page(decode=4)

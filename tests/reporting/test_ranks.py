@@ -45,6 +45,9 @@ def test_a_report_on_two_ranks(two_ranks: Ranks) -> None:
     assert [of.rank for of in ranks] == [0, 1]
     assert [of.host_s["read"] for of in ranks] == pytest.approx([0.001, 0.006])
     assert ranks[first.rank].baseline_s == first.profile.baseline_s
+    differences = first.profile.differences
+    assert differences is not None
+    assert (differences.ranks.number, differences.slowest, differences.task) == (2, 1, "read")
     for change in first.changes:
         if change.advice.plan:  # one that was tried: its collectives came in one order
             tried = change.advice.plan.schedule

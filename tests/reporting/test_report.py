@@ -17,10 +17,13 @@ from swpipe import IterContext, PipelinePlan, ProfileResult, TaskSchedule, repor
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import simulate
 from swpipe.profiler import Advice
+from swpipe.profiler.figures import IterationTimes, Measurement
 from swpipe.profiler.other_load import OtherLoad
+from swpipe.profiler.spread import Estimate
 from swpipe.reporting import StepReport, measuring
 from swpipe.reporting.account import account_of
 from swpipe.tuning import autotuning
+from tests.profiler import results
 from tests.reporting.known_loops import tasks_of
 from tests.reporting.loops import Batches, image_loop
 from tests.support.budget import examples
@@ -51,7 +54,7 @@ def test_a_loop_that_waits_for_its_input(waiting: StepReport) -> None:
     # Each part of a plain loop is what an iteration saves without the task.
     assert sum(part.share for part in found.parts) == pytest.approx(1)
     for part in found.parts:
-        assert part.seconds == pytest.approx(found.profile.raw_s[part.task])
+        assert part.seconds == pytest.approx(found.profile.exposed_s[part.task])
 
 
 def test_a_report_on_a_step_of_100_ms_takes_a_minute_at_most(host: TimedHost) -> None:
@@ -59,7 +62,7 @@ def test_a_report_on_a_step_of_100_ms_takes_a_minute_at_most(host: TimedHost) ->
     loop = tasks_of(host, {f"feed {number}": 8 for number in range(10)} | {"train": 20})
     found = report(loop, range(4))
     assert host.now_ns < 60e9
-    assert found.profile.num_rounds == 3
+    assert found.profile.measurement.num_rounds == 3
     assert found.changes[0].kept
 
 
@@ -119,11 +122,9 @@ def test_a_plan_that_saved_nothing_when_it_was_tried_is_not_the_next_step(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks on two cores were promised 7 ms, lost 2, and were told to do it."""
-
-    def in_vain(tasks: Any, plans: Any, batches: Any, **options: Any) -> dict[str, float]:
-        return dict.fromkeys(plans, 20 * MS)
-
-    monkeypatch.setattr(autotuning, "try_plans", in_vain)
+    monkeypatch.setattr(
+        autotuning.Loop, "try_round", lambda loop, plans, *given: dict.fromkeys(plans, 20 * MS)
+    )
     found = report(image_loop(host, decode=8, train=11), range(8), rounds=2)
     assert not found.changes[0].advice.plan
     assert found.next_step.startswith("Make ")
@@ -137,11 +138,11 @@ def test_a_ready_made_plan_that_saves_nothing_in_a_second_trial_is_not_advised(
     """The best of several plans had luck in the first one."""
     rounds, turns = 4, itertools.count()
 
-    def lucky_at_first(tasks: Any, plans: Any, batches: Any, **options: Any) -> dict[str, float]:
+    def lucky_at_first(loop: Any, plans: Any, *given: Any) -> dict[str, float]:
         saved = 2 * MS if next(turns) < rounds else 0.0
         return {name: 20 * MS - (saved if name == "ahead" else 0.0) for name in plans}
 
-    monkeypatch.setattr(autotuning, "try_plans", lucky_at_first)
+    monkeypatch.setattr(autotuning.Loop, "try_round", lucky_at_first)
     tasks = image_loop(host, decode=1.5, train=17)
     found = report(tasks, range(8), ready_made={"ahead": AHEAD}, rounds=rounds)
     assert found.not_kept["ahead"].value_s == pytest.approx(2 * MS)
@@ -159,7 +160,7 @@ def test_why_no_plan_is_advised_is_said(host: TimedHost) -> None:
         "might save 1.500 ± 1.800 ms, and may save nothing. Plans that were tried saved: idle "
     )
     assert f"no plan: {found.why_no_plan}" in " ".join(str(found).split())
-    assert found.profile.num_rounds == 5
+    assert found.profile.measurement.num_rounds == 5
     assert "Decode is not moved" in found.to_html()
 
 
@@ -171,7 +172,7 @@ def test_the_calls_of_a_loader_are_input(host: TimedHost) -> None:
     assert found.verdict.shares["input"] == pytest.approx(31 / 40)
     assert found.parts[0].task == "loader"
     assert "loader on a thread of its own" in found.next_step
-    # With its place and its mend: here, a loader that makes its batches between two steps.
+    # With its place and its fix: here, a loader that makes its batches between two steps.
     assert [one.place for one in found.findings if one.rule == "loader-in-process"] == ["loader"]
 
 
@@ -215,26 +216,12 @@ def test_the_parts_of_any_plan_add_up(host_ms: list[int], data: st.DataObject) -
 
 def profile_of(host_s: dict[str, float], step_s: float = 1.0) -> ProfileResult:
     """A profile of tasks that are on the CPU all the time."""
-    none = dict.fromkeys(host_s, 0.0)
     return ProfileResult(
         batch="batch 0",
         mode="serial",
-        advice=(),
-        baseline_s=step_s,
-        baseline_median_s=step_s,
-        baseline_spread_s=0.0,
-        exposed_s=host_s,
-        raw_s=host_s,
-        host_s=host_s,
-        spread_s=none,
-        replay_s=none,
-        blocked_s=none,
-        in_others_s={},
-        device_s={},
-        busy_s={},
-        num_warmup=2,
-        num_measure=3,
-        num_rounds=4,
+        iteration=IterationTimes(Estimate(step_s, 0.0), step_s),
+        tasks=results.tasks_of(raw_s=host_s, host_s=host_s),
+        measurement=Measurement(num_warmup=2, num_measure=3, num_rounds=4),
     )
 
 
@@ -264,13 +251,14 @@ def test_no_promise_of_a_plan_is_above_the_ceiling(
     waiting: StepReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However much the prediction says; what needs another program may save more."""
-    monkeypatch.setattr(autotuning, "try_plans", lambda tasks, plans, *_, **__: {
+    monkeypatch.setattr(autotuning.Loop, "try_round", lambda loop, plans, *given: {
         name: (20 if name == measuring.NOW else 16) * MS for name in plans
     })  # fmt: skip
-    plan, half = Advice("move", "decode", 9 * MS, MS, plan=AHEAD), Advice("halve", "log", 7 * MS, 0)
+    plan = Advice("move", "decode", Estimate(9 * MS, MS), plan=AHEAD)
+    half = Advice("halve", "log", Estimate(7 * MS, 0))
     profile = replace(waiting.profile, advice=(plan, half))
-    ceiling = replace(waiting.ceiling, saved_s=4 * MS)
+    ceiling = replace(waiting.ceiling, floor_s=waiting.ceiling.step.value_s - 4 * MS)
     loop = autotuning.Loop(image_loop(TimedHost(), decode=12, train=7), range(8), "cpu")
     changes, not_kept = measuring._Trials(loop, AHEAD, None, 2, 20 * MS).of_advice(profile, ceiling)
-    assert [one.advice.saved_s for one in changes] == [4 * MS, 7 * MS]
+    assert [one.advice.saved_s for one in changes] == pytest.approx([4 * MS, 7 * MS])
     assert not_kept == {}

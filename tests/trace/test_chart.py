@@ -1,4 +1,4 @@
-"""The chart shows for every cell what its row did for most of the time."""
+"""The chart shows for every cell what its row did in the middle of its time."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_a_chart_has_a_line_per_row_and_a_time_axis() -> None:
     """Threads come first, in the order in which a batch passes through them, then streams."""
     assert drawn(PIPELINE, 60).splitlines() == [
         "io             ▌read 0████▌read 1▓▓▓▓░░░░░░▌read 2████",
-        "default        ░░░░░░░░░░░▌train 0██████▌train 1▓▓▓▓▓   ▌2██",
-        "stream memcpy       ▌0█",
+        "default        ░░░░░░░░░░░▌train 0██████▌train 1▓▓▓▓▓  ▌tr 2",
+        "stream memcpy      ▌0██",
         "               0 ms       10         20          30",
     ]
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.profiler import profile
 
-from swpipe import PipelinePlan, PipelineTask, SWPipeline
+from swpipe import SWPipeline
 from swpipe.trace import Trace
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.span import Row, Span
@@ -142,11 +140,10 @@ def test_every_event_has_the_fields_that_its_phase_needs(tmp_path: Path) -> None
 def test_what_was_saved_is_loaded_to_the_nanosecond(tmp_path: Path) -> None:
     """Far from the origin as well, and saved again it is the same file."""
     far = Span("late", 9, IO, 86_400 * 10**9 + 1, 86_400 * 10**9 + 12_345, wait_ns=678)
-    trace = Trace([*TRACE.spans, far], arrows=TRACE.arrows, origin_ns=3, clock_error_ns=5)
+    trace = Trace([*TRACE.spans, far], arrows=TRACE.arrows)
     trace.save(tmp_path / "one.json")
     loaded = Trace.load(tmp_path / "one.json")
     assert (loaded.spans, loaded.arrows) == (trace.spans, trace.arrows)
-    assert (loaded.origin_ns, loaded.clock_error_ns) == (3, 5)
     loaded.save(tmp_path / "two.json")
     assert (tmp_path / "two.json").read_bytes() == (tmp_path / "one.json").read_bytes()
 
@@ -154,49 +151,14 @@ def test_what_was_saved_is_loaded_to_the_nanosecond(tmp_path: Path) -> None:
 def test_a_compressed_file_is_the_same_trace(tmp_path: Path) -> None:
     """And small: the Perfetto UI reads it as it is."""
     many = [replace(span, iteration=i) for i in range(200) for span in TRACE.spans]
-    trace = Trace(many, arrows=TRACE.arrows, origin_ns=17)
+    trace = Trace(many, arrows=TRACE.arrows)
     trace.save(tmp_path / "plain.json")
     trace.save(tmp_path / "small.json.gz")
     loaded = Trace.load(tmp_path / "small.json.gz")
-    assert (loaded.spans, loaded.arrows, loaded.origin_ns) == (trace.spans, trace.arrows, 17)
+    assert (loaded.spans, loaded.arrows) == (trace.spans, trace.arrows)
     sizes = [(tmp_path / name).stat().st_size for name in ("plain.json", "small.json.gz")]
     assert sizes[1] < sizes[0] / 10
     assert sizes[0] / len(many) < 260
-
-
-def test_torch_profiler_and_a_trace_share_one_clock(tmp_path: Path) -> None:
-    """A task is where torch.profiler saw its range, in one file.
-
-    On a busy machine a thread may be kept waiting between its looks at the two clocks.
-    """
-    late_us = 50_000
-    plan = PipelinePlan.serial(["sleep"])
-    sleep = PipelineTask("sleep", lambda ctx: time.sleep(2 * late_us / 1e6))
-    kineto = tmp_path / "kineto.json"
-    with SWPipeline(plan, [sleep], device="cpu") as pipe:
-        with profile() as profiled, pipe.trace() as trace:
-            pipe.run(range(3))
-        profiled.export_chrome_trace(str(kineto))
-    trace.save_with(kineto, tmp_path / "both.json")
-    events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
-    mine = [e for e in events if e.get("cat") == "task" and e["name"] == "sleep"]
-    theirs = [e for e in events if e.get("cat") == "user_annotation" and e["name"] == "sleep"]
-    assert len(mine) == len(theirs) == 3
-    for one, other in zip(mine, sorted(theirs, key=lambda e: e["ts"]), strict=True):
-        assert other["ts"] - late_us < one["ts"]
-        assert one["ts"] + one["dur"] < other["ts"] + other["dur"] + late_us
-    assert {e["pid"] for e in mine}.isdisjoint(e["pid"] for e in theirs)
-
-
-def test_another_programs_trace_takes_no_spans(tmp_path: Path) -> None:
-    """The errors say which file will do."""
-    other = tmp_path / "other.json"
-    for text in ("[]", '{"traceEvents": []}', '{"baseTimeNanoseconds": 1}'):
-        other.write_text(text)
-        with pytest.raises(ValueError, match=r"not a trace of torch.profiler.*export_chrome_trace"):
-            Trace(TRACE.spans, origin_ns=5).save_with(other, tmp_path / "both.json")
-    with pytest.raises(ValueError, match="record it again"):
-        TRACE.save_with(other, tmp_path / "both.json")
 
 
 OTHER = '{"traceEvents": [%s], "otherData": {"producer": "%s", "arrows": []}}'

@@ -16,7 +16,7 @@ from swpipe import IterContext, PipelinePlan, SWPipeline
 from swpipe.core.resolved import resolve_plan
 from swpipe.device import CpuDevice
 from swpipe.program import Instruction, compile_plan
-from swpipe.trace import OverRanks, Trace, over_ranks
+from swpipe.trace import Trace
 from swpipe.trace.perfetto import Arrow
 from swpipe.trace.recorder import Recorder
 from swpipe.trace.span import Row, Span
@@ -381,11 +381,3 @@ def test_rows_for_other_tools() -> None:
     drawn = ("<svg", "iteration 1") if find_spec("matplotlib") else ("▌tra",)
     assert all(each in HAND_MADE._repr_html_() for each in drawn)
     assert "0 spans" in Trace()._repr_html_()
-
-
-def test_ranks_are_compared() -> None:
-    """The least and the greatest mean time of each task, and on which rank; the widest first."""
-    slow = Trace([replace(s, end_ns=s.end_ns + MS * (s.task == "train")) for s in HAND_MADE.spans])
-    first, *others = over_ranks({"rank 0": HAND_MADE, "rank 1": slow})
-    assert first == OverRanks("train", DEFAULT, 2.5e-3, "rank 0", 3.5e-3, "rank 1")
-    assert all(each.least_s == each.most_s for each in others)

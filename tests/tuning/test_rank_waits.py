@@ -49,5 +49,4 @@ def test_autotune_hands_the_ranks_to_the_planner() -> None:
             device="cpu",
             ready_made={"ahead": ahead(0)},
             ranks=Ranks(8, slow={"raed": (0.1, 2.0)}),
-            verbose=False,
         )

@@ -219,7 +219,7 @@ def test_more_streams_than_connections_are_found() -> None:
     }
     found = examined([*tasks, *more], batches(), plan=PipelinePlan(schedule))
     assert rules(found) == [("connections", "CUDA_DEVICE_MAX_CONNECTIONS=8")]
-    assert "CUDA_DEVICE_MAX_CONNECTIONS=9" in found[0].mend
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=9" in found[0].fix
 
 
 def test_streams_of_one_priority_are_found() -> None:
@@ -231,7 +231,7 @@ def test_streams_of_one_priority_are_found() -> None:
     tasks = training(first=exchange)
     found = examined(tasks, batches(), plan=plan_of(tasks, 0))
     assert rules(found) == [("stream-priority", "plan")]
-    assert "StreamSpec(priority=-1)" in found[0].mend
+    assert "StreamSpec(priority=-1)" in found[0].fix
 
 
 def test_what_torch_tells_of_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
