@@ -58,6 +58,10 @@ class Storages:
         """Return the storages of a tensor."""
         return frozenset(number for number, _ in self.add(tensor))
 
+    def known(self) -> frozenset[StorageId]:
+        """Return all storages seen so far."""
+        return frozenset(self._references)
+
     def alive(self, number: StorageId) -> bool:
         """Return whether the storage still exists."""
         return not self._references[number].expired()  # type: ignore[no-untyped-call]

@@ -96,14 +96,14 @@ class _Walk:
                 for wait in ins.host_waits:
                     # Before the first periods there is nothing to wait for.
                     if period >= wait.lag:
-                        told = passed[wait.producer, period - wait.lag]
+                        learned = passed[wait.producer, period - wait.lag]
                         streams = known.ahead
                         known = _Known(
-                            known.host | told.host,
-                            known.done | told.done,
+                            known.host | learned.host,
+                            known.done | learned.done,
                             {
-                                s: streams.get(s, 0) | told.ahead.get(s, 0)
-                                for s in streams | told.ahead
+                                s: streams.get(s, 0) | learned.ahead.get(s, 0)
+                                for s in streams | learned.ahead
                             },
                         )
                 # An iteration that does not exist runs no function, but its waits above count.
@@ -196,11 +196,11 @@ class HappensBefore:
         known = self._answers.get((first, then, distance, False))
         return self._ask(first, then, distance, on_device=False) if known is None else known
 
-    def never_beside(self, one: str, other: str, distance: int) -> bool:
+    def never_beside(self, first: str, then: str, distance: int) -> bool:
         """Return whether two tasks never overlap in time, ``distance`` or more iterations apart."""
         # Iterations that are ``depth`` or more apart are never in flight together.
         return all(
-            self.host(one, other, apart) or self.host(other, one, -apart)
+            self.host(first, then, apart) or self.host(then, first, -apart)
             for apart in range(distance, distance + self.program.depth)
         )
 
@@ -235,8 +235,8 @@ class HappensBefore:
         # Of the iterations in this walk, the two asked for are the first and the last.
         walk = self._walks[iterations]
         i = max(0, -distance)
-        one, other = (self._stands_for.get(name, name) for name in (first, then))
+        producer, consumer = (self._stands_for.get(name, name) for name in (first, then))
         before = walk.device_before if on_device else walk.host_before
-        found = bool(before[other, i + distance] & walk.bits[one] << i)
-        self._answers[first, then, distance, on_device] = found
-        return found
+        kept = bool(before[consumer, i + distance] & walk.bits[producer] << i)
+        self._answers[first, then, distance, on_device] = kept
+        return kept

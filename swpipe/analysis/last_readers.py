@@ -59,13 +59,13 @@ def uses_of(
     # Otherwise every task would be taken to use no attribute at all.
     if not any(recorded.values()):
         recorded = {}
-    found: dict[str, frozenset[str] | None] = {}
+    uses: dict[str, frozenset[str] | None] = {}
     for task in tasks:
         known = recorded.get(task.name)
         # A recording may have missed a branch that ``reads`` names, so both count.
-        said = None if task.reads is None else frozenset(task.reads)
-        found[task.name] = said if known is None else known | (said or frozenset())
-    return found
+        declared = None if task.reads is None else frozenset(task.reads)
+        uses[task.name] = declared if known is None else known | (declared or frozenset())
+    return uses
 
 
 def users_of(uses: Uses) -> dict[str, tuple[str, ...]]:
@@ -93,14 +93,14 @@ def releases_of(before: HappensBefore, uses: Uses, keep: Sequence[str]) -> Relea
     at: dict[ReleasePlace, list[str]] = {}
     for name, tasks in users.items():
         at.setdefault(places.after(tasks), []).append(name)
-    found: dict[str, tuple[Release, ...]] = {}
+    at_task: dict[str, tuple[Release, ...]] = {}
     for place, names in at.items():
         release = Release(place.after, tuple(names), places.behind(place))
-        found[place.task] = (*found.get(place.task, ()), release)
+        at_task[place.task] = (*at_task.get(place.task, ()), release)
     return Releases(
         kept,
         uses,
-        found,
+        at_task,
         {name: _why(places.last(tasks), keep) for name, tasks in users.items()},
         _why((), keep),
     )
@@ -130,21 +130,24 @@ def with_releases(
 
 def _recording(program: Program, releases: Releases) -> Program:
     """Return the program with the events that releases wait for."""
-    asked = {task for found in releases.at.values() for one in found for task in one.behind}
-    if not asked:
+    waited_for = {
+        task for at_task in releases.at.values() for release in at_task for task in release.behind
+    }
+    if not waited_for:
         return program
     lanes = tuple(
         replace(
             lane,
             instructions=tuple(
-                replace(ins, record=ins.record or ins.task in asked) for ins in lane.instructions
+                replace(ins, record=ins.record or ins.task in waited_for)
+                for ins in lane.instructions
             ),
         )
         for lane in program.lanes
     )
     # A release waits for its events at the same place of its worker's next iteration, which is
     # ``workers`` iterations later: the ring of events holds that many iterations more.
-    return replace(program, lanes=lanes, ring=program.ring + max(one.workers for one in lanes))
+    return replace(program, lanes=lanes, ring=program.ring + max(lane.workers for lane in lanes))
 
 
 class ReleasePlaces:
@@ -173,9 +176,9 @@ class ReleasePlaces:
     def last(self, users: Sequence[str]) -> list[str]:
         """Return the tasks that do not come before another one of them in every interleaving."""
         return [
-            one
-            for one in users
-            if not any(one != other and self._before.host(one, other, 0) for other in users)
+            user
+            for user in users
+            if not any(user != other and self._before.host(user, other, 0) for other in users)
         ]
 
     def behind(self, place: ReleasePlace) -> tuple[str, ...]:
@@ -187,13 +190,13 @@ class ReleasePlaces:
         if not self._waits:
             return ()
         # Without ``<retire>``, the last one, which has no work of its own.
-        before = [one for one in self._by_turn[:-1] if self._before.host(one, place.task, 0)]
+        before = [task for task in self._by_turn[:-1] if self._before.host(task, place.task, 0)]
         before += [place.task] if place.after else []
-        before = [one for one in before if one not in self._on_host]  # these have no event
+        before = [task for task in before if task not in self._on_host]  # these have no event
         return tuple(
-            one
-            for one in before
-            if not any(one != other and self._before.device(one, other, 0) for other in before)
+            task
+            for task in before
+            if not any(task != other and self._before.device(task, other, 0) for other in before)
         )
 
 

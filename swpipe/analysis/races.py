@@ -104,7 +104,7 @@ def required_orders(
         newer: ``PipelinePlan.newer``.
     """
     place_of = {name: place for place, name in enumerate(effects)}
-    found: list[RequiredOrder] = []
+    required: list[RequiredOrder] = []
     for conflict in conflicts(effects):
         consumer, producer, distance, location, _ = conflict
         # If both write, no shift applies: only a task that reads may find another value.
@@ -115,17 +115,17 @@ def required_orders(
             shift = (stale if consumer in readers else newer).get(location.name, 0)
         # Two random tasks both read DRAWS and have no conflict; a writer may draw at any moment.
         if location == DRAWS and readers:
-            found.append(RequiredOrder(conflict, either=False, seeded=True))
+            required.append(RequiredOrder(conflict, either=False, seeded=True))
         elif not shift:
-            found.append(RequiredOrder(conflict, either=False))
+            required.append(RequiredOrder(conflict, either=False))
         elif distance == 0 or place_of[producer] > place_of[consumer]:
             # Begin at the least distance at which the two meet serially; the larger ones follow.
             for further in range(shift):
                 nearer = conflict._replace(distance=distance + further)
-                found.append(RequiredOrder(nearer, either=True))
+                required.append(RequiredOrder(nearer, either=True))
             far = conflict._replace(distance=distance + shift)
-            found.append(RequiredOrder(far, either=False))
-    return found
+            required.append(RequiredOrder(far, either=False))
+    return required
 
 
 def guarantees(resolved: ResolvedPlan, streams: bool | None) -> tuple[HappensBefore, ...]:
@@ -144,7 +144,7 @@ def violations(
 ) -> list[Violation]:
     """Return the orders that some interleaving breaks, one for each pair of tasks and distance."""
     required = tuple(required)
-    found: dict[tuple[str, str, int], Violation] = {}
+    broken: dict[tuple[str, str, int], Violation] = {}
     for before in guaranteed:
         # The same question comes up for each location that two tasks share: it is asked once.
         kept: set[tuple[object, ...]] = set()
@@ -165,12 +165,12 @@ def violations(
             if either and reverse:
                 continue
             # An order may break on one kind of device only: violations of both kinds are merged.
-            violation = found.setdefault(key, Violation(*key))
+            violation = broken.setdefault(key, Violation(*key))
             violation.reversed &= reverse
             violation.either &= either
             violation.devices[before.streams] = None
             violation.conflicts[conflict] = None
-    return list(found.values())
+    return list(broken.values())
 
 
 def race_problems(
@@ -187,15 +187,20 @@ def race_problems(
     plan = guaranteed[0].plan
     required = required_orders(effects, plan.stale, plan.newer)
     if beside_body:
-        required = [one for one in required if BODY in one[0][:2] and PULL not in one[0][:2]]
-    found = violations(required, guaranteed)
-    problems = _beside_the_others(plan, effects, found)
+        required = [
+            order
+            for order in required
+            if BODY in order.conflict[:2] and PULL not in order.conflict[:2]
+        ]
+    broken = violations(required, guaranteed)
+    problems = _beside_the_others(plan, effects, broken)
     # Undeclared code is reported once, and not with each task that it conflicts with.
-    told = {name for one in problems for name in one.tasks if effects[name].undeclared}
+    tasks = (name for problem in problems for name in problem.tasks)
+    reported = {name for name in tasks if effects[name].undeclared}
     between = [
-        one
-        for one in found
-        if told.isdisjoint(both := {one.consumer, one.producer})
+        violation
+        for violation in broken
+        if reported.isdisjoint(both := {violation.consumer, violation.producer})
         and (BODY not in both or PULL in both)
     ]
     for number, violation in enumerate(between):
@@ -235,14 +240,14 @@ def proves(effects: EffectTable, before: HappensBefore) -> bool:
 
 
 def _beside_the_others(
-    plan: PipelinePlan, effects: EffectTable, found: Iterable[Violation]
+    plan: PipelinePlan, effects: EffectTable, broken: Iterable[Violation]
 ) -> list[Problem]:
     """Return problems of tasks that may run before the loop's body, and of batches pulled ahead."""
     pulled = False
     silent = dict.fromkeys(_silent_apart(plan, effects))
     shared: dict[str, dict[Location, None]] = {}
-    for one in found:
-        pair = {one.consumer, one.producer}
+    for violation in broken:
+        pair = {violation.consumer, violation.producer}
         if PULL in pair:
             pulled |= effects[PULL].undeclared
         elif BODY in pair:
@@ -251,7 +256,9 @@ def _beside_the_others(
             if effects[task].undeclared:
                 silent[task] = None
             else:
-                shared.setdefault(task, {}).update(dict.fromkeys(c.place for c in one.conflicts))
+                shared.setdefault(task, {}).update(
+                    dict.fromkeys(c.place for c in violation.conflicts)
+                )
     problems = [
         Problem(f"nothing is declared of what the loader uses, {_PULLED}", (PULL,))
     ] * pulled
@@ -288,12 +295,12 @@ def _where_in(plan: PipelinePlan, name: str) -> str:
     """Return the places of a task in the plan that differ from those of the loop's body."""
     entry = plan.schedule[name]
     last = plan.max_stage
-    found = {
+    places = {
         f"stage {entry.stage} (the last is {last})": entry.stage != last,
         f"thread group {entry.thread_group!r}": entry.thread_group != DEFAULT_GROUP,
         f"stream {entry.stream!r}": entry.stream is not None,
     }
-    return listed([words for words, holds in found.items() if holds])
+    return listed([words for words, holds in places.items() if holds])
 
 
 def _shared(plan: PipelinePlan, names: Sequence[str], places: Sequence[Location]) -> str:
@@ -507,9 +514,9 @@ def _meant(
 
 def _shifted(violation: Violation) -> dict[str, list[str]]:
     """Return the states of a violation, by the plan's field that would allow its order."""
-    found: dict[str, list[str]] = {}
+    states: dict[str, list[str]] = {}
     for conflict in violation.conflicts:
         # A reader that should come first and comes second finds a newer state.
         what = "newer" if conflict.hazard == "write after read" else "stale"
-        found.setdefault(what, []).append(conflict.place.name)
-    return found
+        states.setdefault(what, []).append(conflict.place.name)
+    return states

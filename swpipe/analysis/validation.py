@@ -171,8 +171,8 @@ def _workers(plan: PipelinePlan) -> Iterator[Problem]:
             continue
         text = f"thread_group {shown(group)} has {counts[-1]} workers, "
         if group in (DEFAULT_GROUP, plan.pull_group):
-            whose = "the caller" if group == DEFAULT_GROUP else "the loader's calls"
-            text += f"and is the thread of {whose}, which is one: give its tasks one of their own"
+            owner = "the caller" if group == DEFAULT_GROUP else "the loader's calls"
+            text += f"and is the thread of {owner}, which is one: give its tasks one of their own"
         elif len(counts) > 1:
             text += "and not in all of its tasks: they go together, so give all of them one number"
         elif len(stages) > 1:
@@ -209,17 +209,17 @@ def _depth(plan: PipelinePlan) -> Iterator[Problem]:
 
 
 def _entry(entry: TaskSchedule, device: str | None) -> list[str]:
-    found = []
+    problems = []
     stream = entry.stream
     if type(entry.stage) is not int or not 0 <= entry.stage < MOST_ITERATIONS:
         rule = f"stages are integers from 0 to {MOST_ITERATIONS - 1}"
-        found.append(f"stage is {shown(entry.stage)}; {rule}")
+        problems.append(f"stage is {shown(entry.stage)}; {rule}")
     if type(entry.workers) is not int or not 1 <= entry.workers < MOST_ITERATIONS:
         rule = f"give the number of threads, an integer from 1 to {MOST_ITERATIONS - 1}"
-        found.append(f"workers is {shown(entry.workers)}; {rule}")
+        problems.append(f"workers is {shown(entry.workers)}; {rule}")
     if not isinstance(entry.thread_group, str) or not entry.thread_group:
         rule = f"give a name, {DEFAULT_GROUP!r} for the caller's own thread"
-        found.append(f"thread_group is {shown(entry.thread_group)}; {rule}")
+        problems.append(f"thread_group is {shown(entry.thread_group)}; {rule}")
     if isinstance(stream, torch.Stream):
         # "cuda" without an index stands for any device of this type, as does a stream without one.
         kind, _, index = (device or "").partition(":")
@@ -227,13 +227,13 @@ def _entry(entry: TaskSchedule, device: str | None) -> list[str]:
             not index or stream.device.index in (None, int(index))
         )
         if device is not None and not there:
-            found.append(
+            problems.append(
                 f"its stream belongs to {stream.device}, unknown to the pipeline's device "
                 f"({device}): name the stream instead, or give SWPipeline that device"
             )
     elif stream is not None and not (isinstance(stream, str) and stream):
-        found.append(f"stream is {shown(stream)}; give a name, a torch.Stream, or None")
-    return found
+        problems.append(f"stream is {shown(stream)}; give a name, a torch.Stream, or None")
+    return problems
 
 
 def _names(plan: PipelinePlan) -> Iterator[Problem]:

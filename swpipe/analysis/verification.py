@@ -247,7 +247,7 @@ def verify_for_run(
 def _run_problems(declared: Declared, touched: EffectTable, before: HappensBefore) -> list[Problem]:
     """Return the problems of a run without a body; ``refuse_beside_body`` checks the body."""
     resolved = before.program.resolved
-    table = {name: one for name, one in touched.items() if name != BODY}
+    table = {name: of_task for name, of_task in touched.items() if name != BODY}
     if problems := _name_problems(resolved.plan, table):
         return problems
     problems = [*_silent_workers(resolved.plan, declared), *race_problems(table, [before])]
@@ -264,8 +264,8 @@ def _run_problems(declared: Declared, touched: EffectTable, before: HappensBefor
 
 def _silent_workers(plan: PipelinePlan, declared: Declared) -> Iterator[Problem]:
     """Yield a problem for each undeclared task with workers, unless the plan orders its runs."""
-    said = {consumer for consumer, producer, _ in plan.cross_iter_deps if consumer == producer}
-    for name in sorted(declared.silent - said):
+    ordered = {consumer for consumer, producer, _ in plan.cross_iter_deps if consumer == producer}
+    for name in sorted(declared.silent - ordered):
         if (workers := plan.schedule[name].workers) > 1:
             yield Problem(
                 f"nothing is declared of what {name!r} touches, and its {workers} workers would "
@@ -312,10 +312,13 @@ def _table(
         if declared is not None:
             # A recording tells what undeclared tasks touch: only named states are added to it.
             named = declared.named
-            recorded = {n: one | named.get(n, Effects()) for n, one in recorded.items()}
+            recorded = {n: of_task | named.get(n, Effects()) for n, of_task in recorded.items()}
         # A recording with a body has been widened by all that undeclared code may touch.
         if BODY not in others:
-            recorded = {n: one | unknown if one.undeclared else one for n, one in recorded.items()}
+            recorded = {
+                n: of_task | unknown if of_task.undeclared else of_task
+                for n, of_task in recorded.items()
+            }
     # A recording of loader and tasks only does not know what an undeclared loader may touch.
     if PULL in others and BODY not in others and others[PULL].undeclared:
         others[PULL] |= unknown

@@ -207,6 +207,6 @@ def _own_uses() -> int:
     # Measured, since the count depends on torch's version: a storage, and a tensor made from it.
     storage = torch.empty(1).untyped_storage()
     held = [_memory(storage)]
-    found = _uses(storage._cdata)
+    count = _uses(storage._cdata)
     held.clear()
-    return found
+    return count

@@ -182,4 +182,4 @@ def gives_pinned(loader: Any) -> bool:
     if isinstance(inner := unprepared(loader), DataLoader):
         return inner.pin_memory
     batch = tensors_held(inner[0]) if inner else []
-    return all(one.is_pinned() or not on_cpu(one) for one in batch)
+    return all(tensor.is_pinned() or not on_cpu(tensor) for tensor in batch)

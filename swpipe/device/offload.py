@@ -63,9 +63,10 @@ class _Memory:
     """The bytes of one storage, on the device or on the host.
 
     Attributes:
-        storage: None while they are on the host, unless the storage is emptied in place.
-        home: The stream that uses it.
-        saved: What autograd has saved of it, with the version that it then had.
+        storage: None while the bytes are on the host, unless the storage is emptied in place.
+        home: The stream that uses the memory.
+        saved: The tensors in the memory that autograd has saved, with their versions at that time.
+        on_host: Whether the bytes are on the host only.
     """
 
     def __init__(self, storage: torch.UntypedStorage, home: Stream, *, in_place: bool) -> None:
@@ -84,8 +85,10 @@ class _Memory:
 
     def copy_out(self, device: Device) -> None:
         """Copy the bytes to the host on the current stream."""
+        # Backward would get the modified values, and autograd could not tell.
         for tensor, version in self.saved:
             _check_version(tensor, version)
+        # Memory that outlives iterations keeps its buffer: pinning memory is slow.
         if self._host is None:
             pinned = device.pins_memory
             self._host = torch.empty(self._size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
@@ -94,7 +97,8 @@ class _Memory:
     def free(self) -> None:
         """Release the device's memory, after the home stream was made to wait for the copy."""
         if self._in_place:
-            self.storage.resize_(0)
+            self.storage.resize_(0)  # parameters and optimizer state keep their storage
+        # One reference is this object's, and each saved tensor has one.
         elif _uses(self.storage._cdata) > 1 + len(self.saved):
             self.forget_copy()  # other references remain, so that nothing would be freed
             return
@@ -105,10 +109,12 @@ class _Memory:
 
     def copy_in(self, device: Device) -> None:
         """Copy the bytes back on the current stream, into memory of the home stream."""
+        # Allocated on the home stream: the allocator gives such memory again in that stream's
+        # order, so that nothing has to be recorded for the stream that copies.
         with device.on(self.home):
             if self.storage is None:
-                made = torch.empty(self._size, dtype=torch.uint8, device=device.name)
-                self.storage = made.untyped_storage()
+                whole = torch.empty(self._size, dtype=torch.uint8, device=device.name)
+                self.storage = whole.untyped_storage()
             else:
                 self.storage.resize_(self._size)
             event = device.new_event()
@@ -146,21 +152,24 @@ class _Saved:
     def unpack(self) -> Tensor:
         """Return the saved tensor for the backward pass."""
         memory = self._memory
+        # Memory that was never freed still has the tensor itself.
         if memory.saved:
             tensor, version = memory.saved[self._number]
             _check_version(tensor, version)
             return tensor
         if memory.on_host:
             raise RuntimeError(
-                "backward needs a tensor that is on the host: the plan must run the pair's restore "
-                "before it, as with_offload(plan, pairs) does"
+                "backward needs a tensor that is on the host: the plan must run the pair's task "
+                f"{RESTORE!r} before it, as with_offload(plan, pairs) does"
             )
         whole = memory.bytes()
+        # A view needs a whole number of elements; a storage may have a few bytes more.
         values = whole[: len(whole) // self._dtype.itemsize * self._dtype.itemsize]
         return values.view(self._dtype).as_strided(self._size, self._stride, self._place)
 
 
 def _check_version(tensor: Tensor, version: int) -> None:
+    """Raise an error if a tensor was modified in place since autograd saved it."""
     if tensor._version != version:
         raise RuntimeError(
             f"a tensor that backward needs was modified in place ({tensor.dtype}, "
@@ -169,24 +178,31 @@ def _check_version(tensor: Tensor, version: int) -> None:
 
 
 class _Stashes:
-    """The memories that one iteration or one pair has moved to the host."""
+    """The memories that one iteration or one pair has moved to the host.
+
+    Attributes:
+        of_pair: Pair's name to the memories that autograd has saved for it.
+    """
 
     def __init__(self) -> None:
         self.of_pair: dict[str, list[_Memory]] = {}
         self._known: dict[int, tuple[StorageWeakRef, ref[_Memory], int]] = {}
+        # Copies to the host, oldest first: their memory is freed later, so that the stream that
+        # frees it need not wait for a copy that has just begun.
         self._copying: deque[tuple[Event, list[_Memory]]] = deque()
 
     def memory_of(self, tensor: Tensor, home: Stream) -> _Memory:
         """Return the memory of a tensor; layers may save one storage several times."""
         storage = tensor.untyped_storage()
         place, memory, version = self._known.get(storage._cdata, (None, lambda: None, 0))
-        found = memory() if place is not None and not place.expired() else None  # type: ignore[no-untyped-call]
+        # The weak reference to the storage tells whether its address is another storage's now.
+        known = memory() if place is not None and not place.expired() else None  # type: ignore[no-untyped-call]
         # Memory that was freed, or copied with other values, does not hold this tensor's values.
-        if found is None or found.on_host or (found.copied and version != tensor._version):
-            found = _Memory(storage, home, in_place=False)
+        if known is None or known.on_host or (known.copied and version != tensor._version):
+            known = _Memory(storage, home, in_place=False)
             weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._known[storage._cdata] = weak, ref(found), tensor._version
-        return found
+            self._known[storage._cdata] = weak, ref(known), tensor._version
+        return known
 
     def copy_out(self, memories: Iterable[_Memory], device: Device) -> None:
         """Copy memories to the host on the current stream."""
@@ -199,7 +215,7 @@ class _Stashes:
         self._copying.append((event, memories))
 
     def free(self, all_but: int = 0) -> None:
-        """Copy memories back on the current stream; memories that were not freed stay there."""
+        """Free the device's memory of all copies but the latest ``all_but`` ones."""
         while len(self._copying) > all_but:
             event, memories = self._copying.popleft()
             for home in {memory.home for memory in memories}:
@@ -212,7 +228,7 @@ class _Stashes:
         memories = [*memories]
         # Memories that are needed again must not be freed by the copies that still wait.
         for _, copying in self._copying:
-            for memory in [one for one in copying if one in memories]:
+            for memory in [each for each in copying if each in memories]:
                 copying.remove(memory)
                 memory.forget_copy()
         self.free()
@@ -276,7 +292,7 @@ class Offload:
         self._kept: dict[int, _Memory] = {}
         self.io: tuple[DeclaredIO, ...] = ()
         if state is not None:
-            # Whoever else looks at the state, such as the loop's body, does so between iterations.
+            # All other code, such as the loop's body, uses the state between iterations only.
             self.io = (DeclaredIO(state=state, others="", reset=self._bring_back),)
         pure = not self.io
         reads = () if self.io else (HELD,)
@@ -286,7 +302,10 @@ class Offload:
         )
 
     def watching(self, task: PipelineTask) -> PipelineTask:
-        """Return a task that hands over what autograd saves, or before which memory goes."""
+        """Return a task that hands over what autograd saves, or that frees memory before it runs.
+
+        Any other task is returned as it is.
+        """
         saves = not self.io and task.name == self.after
         frees = task.name == self.freed
         if self.io and (frees or task.name == self.before):
@@ -298,6 +317,7 @@ class Offload:
             if not hasattr(ctx, HELD):
                 setattr(ctx, HELD, _Stashes())
             stashes: _Stashes = getattr(ctx, HELD)
+            # The pair before this one is still being copied, and overlaps this task.
             stashes.free(all_but=1)
             memories = stashes.of_pair.setdefault(self.name, [])
             home = self._device.current_stream()
@@ -306,7 +326,7 @@ class Offload:
                 if not self._takes(tensor):
                     return tensor
                 memory = stashes.memory_of(tensor, home)
-                if not any(memory is other for other in memories):
+                if memory not in memories:
                     memories.append(memory)
                 return _Saved(memory, tensor)
 
@@ -314,6 +334,7 @@ class Offload:
                 task.fn(ctx)
 
         def free(ctx: Any) -> None:
+            # This task's stream works in the freed memory, so that it is the one to wait.
             for memory in self._kept.values():
                 memory.home = self._device.current_stream()
             stashes = self._own if self.io else getattr(ctx, HELD, self._own)
@@ -350,16 +371,19 @@ class Offload:
         )
 
     def _stash(self, ctx: Any) -> None:
+        """Begin to copy the memory to the host."""
         if not self._device.has_streams:
             return
         if self._tensors is None:
             stashes: _Stashes | None = getattr(ctx, HELD, None)
             if stashes is not None:  # else the task before was replayed, and has saved nothing
                 memories = stashes.of_pair[self.name]
-                stashes.copy_out([one for one in memories if not one.copied], self._device)
+                # Layers share memory: another pair may have copied it already.
+                stashes.copy_out([each for each in memories if not each.copied], self._device)
             return
         home = self._device.current_stream()
         before = self._kept
+        # An optimizer may have made further state since, or dropped some of it.
         self._kept = {
             storage._cdata: before.get(storage._cdata) or _Memory(storage, home, in_place=True)
             for storage in self._storages()
@@ -367,6 +391,7 @@ class Offload:
         self._own.copy_out(self._kept.values(), self._device)
 
     def _restore(self, ctx: Any) -> None:
+        """Begin to copy the memory back to the device."""
         if not self._device.has_streams:
             return
         if self._tensors is None:
@@ -378,12 +403,14 @@ class Offload:
 
     def _bring_back(self) -> None:
         """Restore the memory that a failure has left on the host."""
+        # The streams' order is unknown after a failure, so that the host waits before and after.
         self._device.synchronize()
         self._own.copy_in(self._kept.values(), self._device)
         self._device.synchronize()
 
 
 def _unpacked(saved: Any) -> Any:
+    """Return a saved tensor, whether it was offloaded or not."""
     return saved.unpack() if isinstance(saved, _Saved) else saved
 
 
@@ -404,14 +431,15 @@ def offloaded(tasks: Iterable[PipelineTask], pairs: Iterable[Offload]) -> tuple[
     Raises:
         PlanError: A pair names a task that is not there.
     """
-    found = list(tasks)
+    ordered = list(tasks)
     for pair in pairs:
-        _check_names(pair, [task.name for task in found])
-        found = [pair.watching(task) for task in found]
-        names = [task.name for task in found]
-        found.insert(names.index(pair.before), pair.restore)
-        found.insert(names.index(pair.after) + 1, pair.stash)
-    return tuple(found)
+        _check_names(pair, [task.name for task in ordered])
+        ordered = [pair.watching(task) for task in ordered]
+        names = [task.name for task in ordered]
+        # The later one first: it does not move the place of the other one.
+        ordered.insert(names.index(pair.before), pair.restore)
+        ordered.insert(names.index(pair.after) + 1, pair.stash)
+    return tuple(ordered)
 
 
 def with_offload(plan: PipelinePlan, pairs: Sequence[Offload]) -> PipelinePlan:
@@ -432,6 +460,8 @@ def with_offload(plan: PipelinePlan, pairs: Sequence[Offload]) -> PipelinePlan:
     order = [*resolved.period_order]
     schedule = dict(plan.schedule)
     deps = [*plan.deps]
+    # The copy of one pair overlaps the next task that saves, so that its memory goes before the
+    # one after that. Memory that outlives iterations names its task instead.
     saving = [pair for pair in pairs if not pair.io]
     frees = {pair.name: later.after for pair, later in zip(saving, saving[2:], strict=False)}
     for pair in pairs:
@@ -442,6 +472,7 @@ def with_offload(plan: PipelinePlan, pairs: Sequence[Offload]) -> PipelinePlan:
         last = schedule[pair.before]
         schedule[stash] = TaskSchedule(first.stage, STASH, first.thread_group)
         schedule[restore] = TaskSchedule(last.stage, RESTORE, last.thread_group)
+        # The restore moves among the tasks of its user's stage, which work on the same iteration.
         alike = [n for n in names if plan.schedule[n].stage == last.stage]
         begin = max(0, alike.index(pair.before) - 1)
         begin = begin if pair.during is None else alike.index(pair.during)
@@ -465,6 +496,7 @@ def with_offload(plan: PipelinePlan, pairs: Sequence[Offload]) -> PipelinePlan:
 
 
 def _check_names(pair: Offload, names: Sequence[str]) -> None:
+    """Raise an error if a pair names a task that is not among the names."""
     named = (pair.after, pair.before, pair.freed, pair.during)
     unknown = [name for name in named if name not in (None, *names)]
     if unknown:

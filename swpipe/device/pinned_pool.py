@@ -73,9 +73,9 @@ class PinnedPool:
         """Copy on the current stream; return when the sources have been read."""
         starts: list[tuple[int, Transfer]] = []
         size = 0
-        for one in transfers:
-            starts.append((size, one))
-            size += -(-one.source.nbytes // _ALIGNMENT) * _ALIGNMENT
+        for transfer in transfers:
+            starts.append((size, transfer))
+            size += -(-transfer.source.nbytes // _ALIGNMENT) * _ALIGNMENT
         buffer = self._free_buffer(size)
         try:
             for start, (source, target) in starts:

@@ -58,9 +58,9 @@ from swpipe.inference.places import (
     KeptOrders,
     Place,
     TaskRun,
-    locations_of,
+    location_of,
 )
-from swpipe.inference.purity import PureRuns, PureUses, told, use_recorder
+from swpipe.inference.purity import PureRuns, PureUses, problem_of, use_recorder
 from swpipe.inference.states import declared_tensors, items_in
 from swpipe.inference.watched_gradients import Gradient, WatchedGradients
 from swpipe.inference.watched_iterations import WatchedIterations
@@ -68,7 +68,7 @@ from swpipe.inference.watched_iterations import WatchedIterations
 
 # Not contextlib.contextmanager: it sets the traceback of the exception that a task raises, and a
 # task may raise one that does not allow this.
-class _WordWatch:
+class _PureWatch:
     """A context manager that checks one run of a pure task against ``pure=True``."""
 
     def __init__(self, check: RunCheck, task: PipelineTask, ctx: Any) -> None:
@@ -90,10 +90,10 @@ class _WordWatch:
         if self.runs is not None:
             self.runs.modes.__exit__(kind, *failure)
             if kind is None:
-                self.check.check_word(self, self.runs)
+                self.check.check_pure(self, self.runs)
 
 
-class _Watch(_WordWatch):
+class _Watch(_PureWatch):
     """A context manager that also records what a task touches, to compare it with other tasks.
 
     Attributes:
@@ -183,7 +183,7 @@ class RunCheck:
         if ctx.iter_idx in self._every:
             return _Watch(self, task, ctx)
         if task.pure and ctx.iter_idx in self._pure:
-            return _WordWatch(self, task, ctx)
+            return _PureWatch(self, task, ctx)
         return _NOTHING
 
     def begin(self, watch: _Watch) -> None:
@@ -208,7 +208,7 @@ class RunCheck:
         # An unwatched task on another thread is not in _running. It can only run if its iteration
         # is in flight together with this one; all such iterations have to be watched.
         others = range(max(self._first, number - depth + 1), number + depth)
-        return not self._threads or all(one in self._every for one in others)
+        return not self._threads or all(other in self._every for other in others)
 
     def end(self, watch: _Watch) -> None:
         """Note that a task has ended, whether or not it failed."""
@@ -224,8 +224,8 @@ class RunCheck:
         if watch.operators.accesses.on_device and is_host(self.plan.schedule[run.task].stream):
             text = (
                 f"check_effects: task {run.task!r} used tensors of a device on iteration "
-                f"{run.iteration}, and is said to work on the host alone, so that nothing waits "
-                "for that: leave out stream=HOST"
+                f"{run.iteration}, but is declared to work on the host alone, so that nothing "
+                "waits for its device work: leave out stream=HOST"
             )
             raise refusal(self.plan, [Problem(text, (run.task,))])
         with self._lock:
@@ -247,21 +247,21 @@ class RunCheck:
         if releases and (unsaid := releases.unsaid_use(watch.task.name, watch.ctx, used)):
             raise refusal(self.plan, [unsaid])
 
-    def check_word(self, watch: _WordWatch, runs: PureRuns) -> None:
+    def check_pure(self, watch: _PureWatch, runs: PureRuns) -> None:
         """Raise an error for each thing that a pure task did and ``pure=True`` rules out."""
         task = watch.task
         ctx = watch.ctx
         operators = watch.operators
-        found = [*runs.faults(ctx, operators)]
+        of_run = [*runs.faults(ctx, operators)]
         workers = self.plan.schedule[task.name].workers
         with self._lock:
             of_task = self._pure_uses.faults(task, ctx.iter_idx, operators, workers)
-            for fault in (*of_task, *found):
+            for fault in (*of_task, *of_run):
                 what = fault.name
                 if fault.number:
                     place = Place("memory", fault.number, fault.name)
-                    what = str(locations_of(place, [task], ctx, self._gradients)[0])
-                raise refusal(self.plan, [told(task, fault, what)])
+                    what = str(location_of(place, [task], ctx, self._gradients))
+                raise refusal(self.plan, [problem_of(task, fault, what)])
 
     def _touched(self, run: TaskRun, watch: _Watch) -> Iterator[tuple[Place, Access]]:
         """Yield each place that a task touched, and how; gradients are left out."""
@@ -277,7 +277,7 @@ class RunCheck:
         accesses = operators.accesses
         storages = operators.storages
         reads = accesses.all_reads
-        writes = accesses.writes | accesses.created
+        writes = accesses.all_writes
         for number in reads | writes:
             # Another task's memory may have been freed meanwhile: its number has not been used
             # again.
@@ -299,17 +299,17 @@ class RunCheck:
         gradients = self._gradients
         accesses = operators.accesses
         reads = accesses.all_reads
-        writes = accesses.writes | accesses.created
-        found = dict.fromkeys(operators.accumulated.keys() & gradients.parameters, READ_WRITE)
+        writes = accesses.all_writes
+        used = dict.fromkeys(operators.accumulated.keys() & gradients.parameters, READ_WRITE)
         for number, storage in gradients.memory(watch.gradients):
             how = Access(storage in reads, storage in writes)
-            found[number] = found.get(number, Access()) | how
+            used[number] = used.get(number, Access()) | how
         # A gradient may also be gone because another task cleared it. Only zero_grad, or a task
         # that ran alone, shows who did.
         if operators.clears or watch.alone:
             for number in gradients.gone(watch.gradients):
-                found[number] = found.get(number, Access()) | WRITE
-        for number, access in found.items():
+                used[number] = used.get(number, Access()) | WRITE
+        for number, access in used.items():
             if any(access):
                 yield self._places.place("gradient", number), access
 
@@ -323,18 +323,18 @@ class ApartStates:
 
     def __init__(self, tasks: Iterable[PipelineTask]) -> None:
         tasks = tuple(tasks)
-        said = [(task.name, io) for task in tasks for io in task.io if io.state]
-        self._names = {(task, io.state) for task, io in said}
-        self._word: dict[str, tuple[str, str]] = {}  # state: (others' access, declaring task)
-        for task, io in said:
+        declarations = [(task.name, io) for task in tasks for io in task.io if io.state]
+        self._names = {(task, io.state) for task, io in declarations}
+        self._limits: dict[str, tuple[str, str]] = {}  # state: (others' access, declaring task)
+        for task, io in declarations:
             # "" is stricter than "r", and "r" than "rw": the strictest declaration of a state
             # counts.
-            if len(io.others) < len(self._word.get(str(io.state), ("rw", ""))[0]):
-                self._word[str(io.state)] = io.others, task
+            if len(io.others) < len(self._limits.get(str(io.state), ("rw", ""))[0]):
+                self._limits[str(io.state)] = io.others, task
         storages = Storages()
         self._state_of: dict[StorageId, str] = {}
-        for io, tensor in declared_tensors(tasks) if self._word else ():
-            if io.state in self._word:
+        for io, tensor in declared_tensors(tasks) if self._limits else ():
+            if io.state in self._limits:
                 self._state_of |= dict.fromkeys(storages.of(tensor), str(io.state))
         self._storages = storages  # keeps the numbers from being used again
 
@@ -343,14 +343,14 @@ class ApartStates:
         task = run.task
         for number in touched.keys() & self._state_of.keys():
             state = self._state_of[number]
-            others, said_by = self._word[state]
+            others, declared_by = self._limits[state]
             writes = touched[number].writes
             if (task, state) not in self._names and not (others == "r" and not writes):
                 does = "writes" if writes else "reads"
                 yield Problem(
                     f"task {task!r} {does} state {state!r} on iteration {run.iteration}, and does "
-                    f"not name it, but {said_by!r} says that others do not: others={others!r}. Name"
-                    f' it in {task!r}, io=[DeclaredIO(state="{state}", mode=...)], or take others '
-                    "away",
-                    (said_by, task),
+                    f"not name it, but {declared_by!r} declares that others do not: "
+                    f"others={others!r}. Name it in {task!r}, "
+                    f'io=[DeclaredIO(state="{state}", mode=...)], or take others away',
+                    (declared_by, task),
                 )

@@ -35,12 +35,12 @@ def checked(engine: Engine, verified: VerifiedPlan, share: float | None) -> Engi
     depth = verified.program.depth
     every = pure = WatchedIterations(depth, share)
     if share is None:
-        said = [io for task in tasks for io in task.io]
-        apart = {io.state for io in said if io.others != "rw"}
+        declarations = [io for task in tasks for io in task.io]
+        apart = {io.state for io in declarations if io.others != "rw"}
         # Only their memory shows whether undeclared tasks really leave these states alone, so
         # declarations alone do not prove the plan.
-        seen = any(io.memory is not None and io.state in apart for io in said)
-        in_doubt = seen and any(task.undeclared for task in tasks)
+        watches_memory = any(io.memory is not None and io.state in apart for io in declarations)
+        in_doubt = watches_memory and any(task.undeclared for task in tasks)
         known = not in_doubt and verified.proved_by_declarations()
         every = WatchedIterations(depth, None if known else 0)
         pure = WatchedIterations(depth, _PURE_SHARE if any(task.pure for task in tasks) else None)

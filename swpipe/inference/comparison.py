@@ -71,17 +71,17 @@ class Comparison:
     def __str__(self) -> str:
         lines = []
         if self.missing:
-            lines += ["missing, declare:", *(f"  {one}" for one in self.missing)]
+            lines += ["missing, declare:", *(f"  {entry}" for entry in self.missing)]
         else:
             lines += ["no dependence is missing"]
         if self.by_schedule:
             lines += ["not declared, kept by the schedule as it is:"]
-            lines += [f"  {one}" for one in self.by_schedule]
+            lines += [f"  {entry}" for entry in self.by_schedule]
         if self.needless:
             lines += [
                 "declared between tasks without a recorded conflict",
                 "(keep those that stand for what no recording sees):",
-                *(f"  {one}" for one in self.needless),
+                *(f"  {entry}" for entry in self.needless),
             ]
         return "\n".join(lines)
 
@@ -98,7 +98,7 @@ def compare_with_plan(resolved: ResolvedPlan, effects: EffectTable) -> Compariso
     # A conflict whose opposite order is just as good, or of which one side is seeded for itself,
     # asks for no dependence.
     certain = dict.fromkeys(
-        edge_of(one.conflict) for one in required if not (one.either or one.seeded)
+        edge_of(each.conflict) for each in required if not (each.either or each.seeded)
     )
     # Both with streams and without (CPU): a plan has to be correct on either kind of device.
     before = guarantees(resolved, streams=None)
@@ -146,7 +146,7 @@ def _needless(
     across = {edge[:2] for edge in wanted if edge.distance}
     declared = [Edge(*dep[:3]) for dep in resolved.dependences]
     all_kept = Orders(names, declared)
-    kept = [edge for edge in wanted if all_kept.implies(edge)]
+    kept_edges = [edge for edge in wanted if all_kept.implies(edge)]
     for dep, edge in zip(resolved.dependences, declared, strict=True):
         # A pair conflicts within an iteration, or across iterations: the distance says which one to
         # look up.
@@ -155,4 +155,4 @@ def _needless(
         # Leave out this edge alone: if a conflict that was ordered no longer is, the edge carries
         # it.
         without = Orders(names, [other for other in declared if other != edge])
-        yield Needless(dep, carries=not all(map(without.implies, kept)))
+        yield Needless(dep, carries=not all(map(without.implies, kept_edges)))

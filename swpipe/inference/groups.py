@@ -28,7 +28,9 @@ def group(accesses: Mapping[str, TaskAccesses]) -> dict[str, tuple[StateItem, ..
         else:
             # Same owner, kind and writers: one state. Readers may differ, see the module's
             # docstring.
-            writers = tuple(t for t, one in accesses.items() if one.items.get(item, (0, 0))[1])
+            writers = tuple(
+                t for t, touched in accesses.items() if touched.items.get(item, (0, 0))[1]
+            )
             alike[item.owner, item.kind].setdefault(writers, []).append(item)
     for (owner, kind), groups in alike.items():
         for items in groups.values():
@@ -63,12 +65,14 @@ def effects_of(
     state_of = {item: name for name, items in states.items() for item in items}
     table = {}
     for task, of_task in accesses.items():
-        found: list[tuple[Location, Access]] = []
+        touched: list[tuple[Location, Access]] = []
         # Attributes belong to an iteration, states outlive it: Location's second argument.
-        found += [(Location(name, False), access) for name, access in of_task.attributes.items()]
-        found += [(Location(state_of[item], True), one) for item, one in of_task.items.items()]
+        touched += [(Location(name, False), access) for name, access in of_task.attributes.items()]
+        touched += [
+            (Location(state_of[item], True), access) for item, access in of_task.items.items()
+        ]
         table[task] = Effects(
-            frozenset(place for place, access in found if access.reads),
-            frozenset(place for place, access in found if access.writes),
+            frozenset(place for place, access in touched if access.reads),
+            frozenset(place for place, access in touched if access.writes),
         )
     return table

@@ -27,7 +27,7 @@ _MOST = 3
 
 def notes_on(
     tasks: Sequence[PipelineTask],
-    seen: EffectTable,
+    effects: EffectTable,
     states: Mapping[str, Sequence[StateItem]],
     trained: Set[StateItem],
     observed: Sequence[TaskObservation],
@@ -38,31 +38,33 @@ def notes_on(
 
     Args:
         tasks: In serial order.
-        seen: Task to its observed effects, whatever the task declares.
+        effects: Task to its observed effects, whatever the task declares.
         states: State to its members.
         trained: Members that require grad.
         observed: All runs of tasks.
         accesses: Task to its accesses.
-        transfers: Memory that passed between tasks without an attribute that leads to it.
+        transfers: Memory that passed between tasks without an attribute that shows it.
     """
     # A state with one trained member counts as trained: whoever reads it may read that member.
     inside = {name for name, items in states.items() if trained & {*items}}
-    found = [*_on_words(tasks, seen, inside), *_on_unseen(tasks, observed, accesses)]
-    found += [
-        f"{consumer!r} uses memory ({description}) that {producer!r} created or wrote, and that no "
-        f"attribute led to: it passed inside an object or along autograd's graph. {consumer!r} is "
-        f"ordered after {producer!r}."
+    notes = [*_on_words(tasks, effects, inside), *_on_unseen(tasks, observed, accesses)]
+    notes += [
+        f"{producer!r} and {consumer!r} use the same memory ({description}), and one of them "
+        "creates or writes it, which no attribute shows: it passed inside an object or along "
+        f"autograd's graph. {consumer!r} is ordered after {producer!r}."
         for consumer, producer, description in transfers
     ]
-    return (*dict.fromkeys(found), NEVER_RECORDED)
+    return (*dict.fromkeys(notes), NEVER_RECORDED)
 
 
-def _on_words(tasks: Sequence[PipelineTask], seen: EffectTable, trained: Set[str]) -> Iterator[str]:
+def _on_words(
+    tasks: Sequence[PipelineTask], observed: EffectTable, trained: Set[str]
+) -> Iterator[str]:
     """Yield notes on undeclared tasks and on pure tasks that are not pure."""
-    written = {place for effects in seen.values() for place in effects.writes}
+    written = {place for effects in observed.values() for place in effects.writes}
     free: list[str] = []
     for task in tasks:
-        effects = seen[task.name]
+        effects = observed[task.name]
         lasting = {place for place in effects.reads | effects.writes if place.persistent}
         # Three cases: pure tasks are checked, tasks that could be pure are collected for one note,
         # and any other undeclared task gets the declaration that matches its observed effects.
@@ -75,9 +77,10 @@ def _on_words(tasks: Sequence[PipelineTask], seen: EffectTable, trained: Set[str
             yield _serial(task.name, effects, lasting)
     if free:
         yield (
-            f"Nothing is declared of {listed([repr(name) for name in free])}, seen to change the "
-            "context only, and to use what no task changes; Python values were not looked at. Say "
-            "so with pure=True, if it is always so, and they may run ahead of what is undeclared."
+            f"Nothing is declared of {listed([repr(name) for name in free])}. In the recording "
+            "they changed their context only, and used what no task changes; Python values are "
+            "not recorded. If this always holds, declare pure=True: such tasks may run ahead of "
+            "undeclared ones."
         )
 
 
@@ -114,11 +117,12 @@ def _serial(name: str, effects: Effects, lasting: Set[Location]) -> str:
         place.name: "r" * (place in effects.reads) + "w" * (place in effects.writes)
         for place in sorted(lasting)
     }
-    said = [f'DeclaredIO(state="{state}", mode="{mode}")' for state, mode in modes.items()]
-    more = f" and {len(said) - _MOST} more" if len(said) > _MOST else ""
+    declarations = [f'DeclaredIO(state="{state}", mode="{mode}")' for state, mode in modes.items()]
+    more = f" and {len(declarations) - _MOST} more" if len(declarations) > _MOST else ""
     return (
-        f"Nothing is declared of {name!r}, so it keeps its serial order with all of its like. "
-        f"What was seen of it would be io=[{', '.join(said[:_MOST])}]{more}."
+        f"Nothing is declared of {name!r}, so it keeps its serial order with all other undeclared "
+        f"tasks. What it was seen to use is declared by io=[{', '.join(declarations[:_MOST])}]"
+        f"{more}."
     )
 
 
@@ -136,7 +140,7 @@ def _on_unseen(
                 "writes there (numpy, or a kernel whose schema does not declare it). The write was "
                 "detected by its content; reads of this kind are not detected: declare them."
             )
-    drawing = {one.task for one in observed if TORCH in one.generators}
+    drawing = {run.task for run in observed if StateItem.alone(TORCH) in run.states}
     for task in tasks:
         if task.name in drawing and not task.pure:  # _broken reports those
             yield (
@@ -146,8 +150,8 @@ def _on_unseen(
             )
     # Merged over all iterations: a task may communicate only in some of them.
     collectives: dict[str, set[str]] = defaultdict(set)
-    for one in observed:
-        collectives[one.task] |= one.operators.collectives
+    for run in observed:
+        collectives[run.task] |= run.operators.collectives
     for name, operators in collectives.items():
         if operators:
             yield (
@@ -156,7 +160,7 @@ def _on_unseen(
                 "of one rank cannot check; library hooks may communicate without being recorded."
             )
     # A dict instead of a set keeps the order in which the attributes were set.
-    kinds = {f"ctx.{name} ({kind})": None for one in observed for name, kind in one.opaque.items()}
+    kinds = {f"ctx.{name} ({kind})": None for run in observed for name, kind in run.opaque.items()}
     if kinds:
         yield (
             f"Not inspected: {listed(list(kinds))}. Setting, reading and deleting these "

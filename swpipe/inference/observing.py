@@ -1,19 +1,21 @@
 """Serial execution of an iteration, with an observation of each task.
 
-Changes that operators and the context do not show are found by comparing the moments before and
-after a task: every change shows in the set of tensors, in version counters, or in the content of
-memory. An observation is plain data and holds no tensor, so that it keeps no memory alive.
+Operators and the context show most of what a task does. Other changes are found by comparing the
+moments before and after the task: every change shows in the set of tensors, in version counters, or
+in the content of memory. An observation is plain data and holds no tensor, so that it keeps no
+memory alive.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-import torch
-from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from swpipe._engine.randomness import TaskSeeds
 from swpipe._state.torch_hooks import before_steps
@@ -23,13 +25,16 @@ from swpipe._values.generators import TORCH, generator_states
 from swpipe._values.stateful import Owner, modules_in, modules_of
 from swpipe._values.storages import MemoryPrint, StorageId, Storages
 from swpipe._values.walk import grad_or_none, leaves_in, tensors_in, unsharded
-from swpipe.core.context import IterContext, TypedContext
+from swpipe.core.context import TypedContext
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import add_note
 from swpipe.inference.operators import OperatorAccesses, OperatorRecorder, copied, eager
-from swpipe.inference.states import StateItem, assign_declared, items_in
+from swpipe.inference.places import READ, READ_WRITE, WRITE, Access
+from swpipe.inference.states import StateItem, assign_declared, items_in, mode_of, options_of
 from swpipe.inference.watched_modes import ModuleModes
+
+_Key = TypeVar("_Key")
 
 
 class TaskObservation(NamedTuple):
@@ -42,17 +47,13 @@ class TaskObservation(NamedTuple):
         operators: Accesses by operators.
         held: Attribute to the storages that it held when the task began.
         items: State item to its storages when the task began.
-        replaced: State items that were added or removed, or whose tensor was replaced.
+        states: Accesses that are not to memory: to generators, to options of optimizers, to modes
+            of modules, and to items that were added, removed or replaced.
         changed: Storages with another content or version.
-        silent: Storages of ``changed`` whose version counter did not change.
-        generators: Names of generators that were drawn from.
-        options: Names of optimizers whose options changed.
-        stepped: Names of the optimizers whose ``step`` ran.
+        silent: Storages of ``changed`` whose version counter did not change, and which no operator
+            wrote.
         opaque: Attribute that the task set to the class of an object in it that cannot be
             inspected.
-        ran: Names of the outermost modules that were called, in whole or in part.
-        switched: Names of the outermost modules of which a part ran in the other mode, or was left
-            in it.
     """
 
     task: str
@@ -61,20 +62,20 @@ class TaskObservation(NamedTuple):
     operators: OperatorAccesses
     held: Mapping[str, frozenset[StorageId]]
     items: Mapping[StateItem, frozenset[StorageId]]
-    replaced: frozenset[StateItem]
+    states: Mapping[StateItem, Access]
     changed: set[StorageId]
     silent: set[StorageId]
-    generators: frozenset[str]
-    options: frozenset[str]
-    stepped: frozenset[str]
     opaque: Mapping[str, str]
-    ran: frozenset[str]
-    switched: frozenset[str]
 
     @property
     def writes(self) -> set[StorageId]:
-        """The storages that the task modified, by operators or otherwise."""
-        return self.operators.writes | self.changed
+        """The storages that the task created or modified, by operators or otherwise."""
+        return self.operators.all_writes | self.changed
+
+    @property
+    def reached(self) -> frozenset[StorageId]:
+        """The storages of the attributes that the task read."""
+        return frozenset[StorageId]().union(*(self.held.get(name, ()) for name in self.reads))
 
 
 class IterationObservation(NamedTuple):
@@ -82,13 +83,14 @@ class IterationObservation(NamedTuple):
 
     Attributes:
         tasks: In serial order.
-        before: Storages that existed before the iteration began, without the batch's.
-        survivors: Storages that still existed after the iteration's context was released.
+        before: Storages that were known before the iteration began, without the batch's.
+        lasting: These, and the storages that still existed after the iteration's context was
+            released.
     """
 
     tasks: tuple[TaskObservation, ...]
     before: frozenset[StorageId]
-    survivors: frozenset[StorageId]
+    lasting: frozenset[StorageId]
 
 
 class IterationObserver:
@@ -104,46 +106,35 @@ class IterationObserver:
         tasks: Sequence[PipelineTask],
         device: Device,
         seeds: TaskSeeds,
-        context: type[TypedContext] = IterContext,
-        owners: Sequence[Owner] = (),
+        context: type[TypedContext],
+        owners: Sequence[Owner],
     ) -> None:
         self.storages = Storages()
         self.owners = [*owners]
-        self._name_of: dict[int, str] = {}  # module's id to its outermost owner
-        for path, owner in owners:
-            if isinstance(owner, torch.nn.Module):
-                for module in modules_in(owner):
-                    self._name_of.setdefault(id(module), path)
         self._tasks = tasks
         self._device = device
         self._seeds = seeds
         self._context = context
-        self._seen: frozenset[StorageId] = frozenset()
-        self._alive: frozenset[StorageId] = frozenset()
 
     def run(self, batch: Any, iter_idx: int) -> IterationObservation:
         """Run one iteration on a copy of the batch: tensors found in the batch are cloned."""
-        observed, at_begin, at_end = self._run(batch, iter_idx)
-        before = self._alive | at_begin
-        # Survivors are states. The context has been released here, since it was local to _run.
-        self._seen |= at_begin.union(*(one.operators.seen for one in observed))
+        storages = self.storages
+        known = storages.known()
+        observed, named = self._run(batch, iter_idx)
+        before = known.union(*observed[0].items.values())
+        # The context has been released here, since it was local to _run. What is left is state.
+        new = storages.known() - before
         # Collecting garbage is slow, so it runs only if memory of this iteration is still alive.
-        if any(self.storages.alive(number) for number in self._seen - before - at_end):
+        if any(map(storages.alive, new - named)):
             gc.collect()  # memory that only reference cycles keep does not survive
-        self._alive = frozenset(number for number in self._seen if self.storages.alive(number))
-        return IterationObservation(observed, before, self._alive)
+        return IterationObservation(observed, before, before.union(filter(storages.alive, new)))
 
     def _run(
         self, batch: Any, iter_idx: int
-    ) -> tuple[tuple[TaskObservation, ...], frozenset[StorageId], frozenset[StorageId]]:
-        """Return the observations of all tasks, and the storages of all state items.
-
-        The first set of storages is from the beginning of the iteration, the second one from its
-        end.
-        """
+    ) -> tuple[tuple[TaskObservation, ...], frozenset[StorageId]]:
+        """Return the observations of all tasks, and the storages of all state items at the end."""
         ctx = self._context(copied(batch), iter_idx)
         before = self._moment(ctx)
-        at_begin = before.of_items()
         observed = []
         for task in self._tasks:
             # Each task gets recorders of its own, so that its accesses are not mixed with those of
@@ -151,22 +142,26 @@ class IterationObserver:
             log = ContextWatch(ctx, objects=False)
             operators = OperatorRecorder(self._device, self.storages)
             modes = ModuleModes(modules_of(self.owners), eager=True)
-            stepped = set[int]()
-            with modes:
-                self._call(task, ctx, log, operators, stepped)
+            stepped: list[Optimizer] = []
+            with modes, log, eager(), before_steps(stepped.append), operators:
+                run_alone(task, ctx, self._device, self._seeds)
+            # An optimizer creates its state in its first step: from here on, its state counts too.
+            for optimizer in stepped:
+                if all(owner is not optimizer for _, owner in self.owners):
+                    self.owners.append(Owner(type(optimizer).__name__, optimizer))
             after = self._moment(ctx)
             sets = log.sets.union(log.deletes, log.produced, log.deleted)
             # Only attributes that the task set: an opaque value that it merely found is another
             # task's.
             values = {name: v for name, v in attributes(ctx).items() if name in sets}
             changed, silent = before.memory.changed_until(after.memory)
-            generators = _differing(before.generators, after.generators)
-            # A generator that is new was just created, or its library was imported: nothing was
-            # drawn.
-            generators &= before.generators.keys()
             # Number 0 stands for torch's default generators. A random task has states of its own.
-            if operators.draws.keys() & {0} and not task.random:
-                generators |= {TORCH}
+            draws = 0 in operators.draws and not task.random
+            states = before.accesses_until(after, map(id, stepped), draws=draws)
+            for name in self._names(modes.ran):
+                states[mode_of(name)] |= READ
+            for name in self._names(modes.switched):
+                states[mode_of(name)] |= READ_WRITE
             observed.append(
                 TaskObservation(
                     task=task.name,
@@ -174,50 +169,28 @@ class IterationObserver:
                     sets=frozenset(sets),
                     operators=operators.accesses,
                     held=before.held,
-                    items={item: one.storages for item, one in before.items.items()},
-                    replaced=before.replaced_until(after),
+                    items=before.items,
+                    states=states,
                     changed=changed,
-                    silent=silent,
-                    generators=generators,
-                    options=_differing(before.options, after.options),
-                    stepped=frozenset(
-                        after.optimizers[number] for number in stepped & after.optimizers.keys()
-                    ),
+                    silent=silent - operators.accesses.writes,
                     opaque={name: kind for name, v in values.items() if (kind := _opaque(v))},
-                    ran=self._names(modes.ran),
-                    switched=self._names(modes.switched),
                 )
             )
             # The end of one task is the beginning of the next one, so each moment is taken once.
             before = after
-        return tuple(observed), at_begin, before.of_items()
+        return tuple(observed), frozenset[StorageId]().union(*before.items.values())
 
     def _moment(self, ctx: TypedContext) -> _Moment:
         """Return the present moment of a context."""
         return _Moment(ctx, self._tasks, self.owners, self.storages, self._device)
 
-    def _names(self, modules: Iterable[int]) -> frozenset[str]:
-        """Return the names of the outermost modules that contain some modules."""
-        return frozenset(self._name_of[number] for number in modules if number in self._name_of)
-
-    def _call(
-        self,
-        task: PipelineTask,
-        ctx: TypedContext,
-        log: ContextWatch,
-        operators: OperatorRecorder,
-        stepped: set[int],
-    ) -> None:
-        """Run a task under all recorders, and note which optimizers step."""
-
-        def step(optimizer: torch.optim.Optimizer) -> None:
-            stepped.add(id(optimizer))
-            # An optimizer creates its state in its first step: from here on, its state counts too.
-            if not any(one.owner is optimizer for one in self.owners):
-                self.owners.append(Owner(type(optimizer).__name__, optimizer))
-
-        with log, eager(), before_steps(step), operators:
-            run_alone(task, ctx, self._device, self._seeds)
+    def _names(self, modules: Collection[int]) -> list[str]:
+        """Return the names of the owners that contain any of the modules with some ids."""
+        return [
+            path
+            for path, owner in self.owners
+            if isinstance(owner, Module) and any(id(part) in modules for part in modules_in(owner))
+        ]
 
 
 def run_alone(task: PipelineTask, ctx: TypedContext, device: Device, seeds: TaskSeeds) -> None:
@@ -239,24 +212,13 @@ def run_alone(task: PipelineTask, ctx: TypedContext, device: Device, seeds: Task
         raise
 
 
-class _Item(NamedTuple):
-    """A state item's tensor, as it was at one moment."""
-
-    tensor: Tensor
-    storages: frozenset[StorageId]
-    requires_grad: bool
-
-
 class _Moment:
     """The context and the known objects with state, between two tasks.
 
     Attributes:
         held: Attribute to the storages of the tensors in it.
-        items: State item to its tensor.
-        memory: Fingerprint of the memory of all these tensors.
-        generators: Name of a generator to its state.
-        options: Name of an optimizer to its options.
-        optimizers: Id of an optimizer to its name.
+        items: State item to the storages of its tensor.
+        memory: Fingerprint of the memory of all these tensors, which it keeps alive.
     """
 
     def __init__(
@@ -269,49 +231,56 @@ class _Moment:
     ) -> None:
         # Contents are compared, so all launched work has to be done.
         device.synchronize()
-        found = items_in(owners)
-        self.items = {
-            item: _Item(tensor, storages.of(tensor), tensor.requires_grad)
-            for item, tensor in assign_declared(found.tensors, tasks).items()
+        state = items_in(owners)
+        tensors = assign_declared(state.tensors, tasks)
+        inside = [*tensors.values()]
+        self.items = {item: storages.of(tensor) for item, tensor in tensors.items()}
+        # An item is replaced if it has another tensor, other memory, or another requires_grad.
+        self._values: dict[StateItem, object] = {
+            item: (id(tensor), self.items[item], tensor.requires_grad)
+            for item, tensor in tensors.items()
         }
-        known = {id(one.tensor) for one in self.items.values()}
+        self._values |= {options_of(name): of for name, (_, of) in state.options.items()}
+        self._generators = generator_states(device, state.generators)
+        self._optimizers = {number: name for name, (number, _) in state.options.items()}
+        known = {*map(id, inside)}
         self.held: dict[str, frozenset[StorageId]] = {}
-        tensors = [one.tensor for one in self.items.values()]
         for name, value in attributes(ctx).items():
-            inside = [part for one in tensors_in(value) for part in unsharded(one)]
+            held = [part for tensor in tensors_in(value) for part in unsharded(tensor)]
             # A parameter's gradient is a state item, and no part of the context.
-            grads = [grad_or_none(one) for one in inside if id(one) not in known]
-            inside += [grad for grad in grads if grad is not None]
-            self.held[name] = frozenset[StorageId]().union(*map(storages.of, inside))
-            tensors += inside
-        self.memory = MemoryPrint(tensors, storages)
-        self.generators = generator_states(device, found.generators)
-        self.optimizers = {number: name for name, (number, _) in found.options.items()}
-        self.options = {name: options for name, (_, options) in found.options.items()}
+            grads = [grad_or_none(tensor) for tensor in held if id(tensor) not in known]
+            held += [grad for grad in grads if grad is not None]
+            self.held[name] = frozenset[StorageId]().union(*map(storages.of, held))
+            inside += held
+        self.memory = MemoryPrint(inside, storages)
 
-    def of_items(self) -> frozenset[StorageId]:
-        """Return the storages of all state items."""
-        return frozenset[StorageId]().union(*(one.storages for one in self.items.values()))
+    def accesses_until(
+        self, later: _Moment, stepped: Iterable[int], *, draws: bool
+    ) -> dict[StateItem, Access]:
+        """Return the accesses between two moments that are not accesses to memory.
 
-    def replaced_until(self, later: _Moment) -> frozenset[StateItem]:
-        """Return the state items that were added, removed or replaced until a later moment.
-
-        An item is replaced if it has another tensor, other memory, or another ``requires_grad``.
+        Args:
+            later: The later moment.
+            stepped: The ids of the optimizers whose ``step`` ran.
+            draws: Whether torch's default generators were drawn from.
         """
-        replaced = {
-            item
-            for item in self.items.keys() & later.items.keys()
-            if self.items[item].tensor is not later.items[item].tensor
-            or self.items[item][1:] != later.items[item][1:]
-        }
-        return frozenset((self.items.keys() ^ later.items.keys()) | replaced)
+        states: dict[StateItem, Access] = defaultdict(Access)
+        for item in _differing(self._values, later._values):
+            states[item] |= WRITE
+        for number in later._optimizers.keys() & {*stepped}:
+            states[options_of(later._optimizers[number])] |= READ
+        # A generator that is new was just created, or its library was imported: nothing was drawn.
+        drawn = _differing(self._generators, later._generators) & self._generators.keys()
+        for name in drawn | ({TORCH} if draws else set[str]()):
+            states[StateItem.alone(name)] |= READ_WRITE
+        return states
 
 
-def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> frozenset[str]:
+def _differing(before: Mapping[_Key, object], after: Mapping[_Key, object]) -> frozenset[_Key]:
     """Return the keys that only one of the mappings has, or whose values differ."""
-    kept = before.keys() & after.keys()
+    both = before.keys() & after.keys()
     # Compared as items of a list, so that a NaN equals itself.
-    changed = {name for name in kept if [before[name]] != [after[name]]}
+    changed = {name for name in both if [before[name]] != [after[name]]}
     return frozenset((before.keys() ^ after.keys()) | changed)
 
 

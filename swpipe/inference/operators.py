@@ -57,7 +57,6 @@ class OperatorAccesses:
         replays: Storages that autograd's engine read by itself during backward: tensors saved by
             forward.
         writes: Storages that were written.
-        seen: All storages of arguments and results.
         created: Storages first seen in the result of an operator.
         collectives: Names of the operators that communicate.
         on_device: A tensor was on a device.
@@ -66,7 +65,6 @@ class OperatorAccesses:
     reads: set[StorageId] = field(default_factory=set)
     replays: set[StorageId] = field(default_factory=set)
     writes: set[StorageId] = field(default_factory=set)
-    seen: set[StorageId] = field(default_factory=set)
     created: set[StorageId] = field(default_factory=set)
     collectives: set[str] = field(default_factory=set)
     on_device: bool = False
@@ -75,6 +73,11 @@ class OperatorAccesses:
     def all_reads(self) -> set[StorageId]:
         """The storages that were read by Python code or by autograd's engine."""
         return self.reads | self.replays
+
+    @property
+    def all_writes(self) -> set[StorageId]:
+        """The storages that were created or written."""
+        return self.created | self.writes
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -135,7 +138,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         aliased: list[Tensor] = []
         replays = _called_by_the_engine(sys._getframe().f_back)
-        for value, mode in self._arguments(func, args, kwargs):
+        for value, mode in self.arguments(func, args, kwargs):
             self._record(value, mode, replays)
             if mode == ALIASED:
                 aliased.extend(tensors_of(value))
@@ -164,7 +167,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self._states()
         result = func(*args, **kwargs)
         # Another thread may draw meanwhile. An operator with an empty result draws nothing itself.
-        if self._states() != before and any(one.numel() for one in tensors_of(result)):
+        if self._states() != before and any(tensor.numel() for tensor in tensors_of(result)):
             self.draws[0] = None
         return result
 
@@ -180,7 +183,6 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors_of(value):
             accesses.on_device |= not on_cpu(tensor)
             for storage, new in self.storages.add(tensor):
-                accesses.seen.add(storage)
                 if new and mode == CREATED:
                     accesses.created.add(storage)
                     self.storages.created.add(storage)
@@ -189,7 +191,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if mode in ("w", "rw"):
                     accesses.writes.add(storage)
 
-    def _arguments(
+    def arguments(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[tuple[Any, str]]:
         """Yield each argument and its mode.

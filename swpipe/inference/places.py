@@ -23,11 +23,9 @@ from swpipe.analysis.verification import VerifiedPlan
 from swpipe.core.effects import Effects, Location
 from swpipe.core.task import PipelineTask
 from swpipe.errors import Problem
+from swpipe.inference.pruned_dict import PrunedDict
 from swpipe.inference.states import declared_tensors
 from swpipe.inference.watched_gradients import WatchedGradients
-
-_MOST_DEAD = 4096
-"""The number of places added before those whose memory or iteration is gone are dropped."""
 
 
 class Access(NamedTuple):
@@ -80,38 +78,37 @@ class Place:
     allowed: set[tuple[str, str, int]] = field(default_factory=set)
 
 
-def locations_of(
+def location_of(
     place: Place,
     tasks: Sequence[PipelineTask],
     ctx: Any,
     gradients: WatchedGradients,
     *,
     one_iteration: bool = False,
-) -> list[Location]:
-    """Return what messages, ``stale`` and ``newer`` call a place, the best name first.
+) -> Location:
+    """Return what messages, ``stale`` and ``newer`` call a place.
 
     ``one_iteration`` says that the place was touched in one iteration only, whose context is
     ``ctx``.
     """
-    if place.kind == "attribute":
-        return [Location(place.name, False)]
-    if place.kind == "generator":
-        return [Location(place.name, True)]
+    if place.kind in ("attribute", "generator"):
+        return Location(place.name, place.kind == "generator")
     # From the most specific name to the least: a gradient, a declared state, an attribute of this
     # context, and last the memory's description.
     owners = {place.number} if place.kind == "gradient" else gradients.owners(place.number)
-    named = {id(tensor): str(io.state) for io, tensor in declared_tensors(tasks)}
-    for number in owners:
-        shape = described(gradients.parameters[number])
-        return [Location(f"the gradient of {named.get(number, f'a parameter ({shape})')}", True)]
+    if owners:
+        number = next(iter(owners))
+        names = {id(tensor): str(io.state) for io, tensor in declared_tensors(tasks)}
+        parameter = f"a parameter ({described(gradients.parameters[number])})"
+        return Location(f"the gradient of {names.get(number, parameter)}", True)
     for io, tensor in declared_tensors(tasks):
         if place.number in Storages().of(tensor):
-            return [Location(str(io.state), True)]
+            return Location(str(io.state), True)
     name = f"unnamed memory ({place.name})"
     for attribute, value in attributes(ctx).items():
         if any(place.number in Storages().of(tensor) for tensor in tensors_in(value)):
             name = attribute if one_iteration else f"memory of ctx.{attribute}"
-    return [Location(name, not one_iteration)]
+    return Location(name, not one_iteration)
 
 
 class KeptOrders:
@@ -126,13 +123,10 @@ class KeptOrders:
         self._guaranteed = verified.before
         self._random = frozenset(task.name for task in verified.tasks if task.random)
         self._serial = {task.name: number for number, task in enumerate(verified.tasks)}
-        # A pair to the distances between which it begins to be kept: not at the first one.
-        self._begins: dict[tuple[str, str, bool], tuple[int, int]] = {}
 
-    def serially(self, one: TaskRun, other: TaskRun) -> tuple[TaskRun, TaskRun]:
-        """Return two task runs in their serial order."""
-        both = sorted((one, other), key=lambda run: (run.iteration, self._serial[run.task]))
-        return both[0], both[1]
+    def serially(self, *runs: TaskRun) -> list[TaskRun]:
+        """Return task runs in their serial order."""
+        return sorted(runs, key=lambda run: (run.iteration, self._serial[run.task]))
 
     def least(self, first: str, then: str) -> int:
         """Return how many iterations after ``first`` a serial run next runs ``then``: 0 or 1."""
@@ -143,21 +137,12 @@ class KeptOrders:
 
         The order has to hold in every interleaving.
         """
-        depth = self._guaranteed.program.depth
-        if distance > depth or (first == then and not distance):
+        if distance > self._guaranteed.program.depth or (first == then and not distance):
             return True  # only one of the two is in flight
         if place.name == TORCH and {first, then} <= self._random:
             return True  # each is seeded for itself
         attribute = place.kind == "attribute"
-        if self._guaranteed.plan.most_workers > 1:  # what is kept need not be kept further apart
-            return self._guaranteed.keeps(first, then, distance, attribute=attribute)
-        key = (first, then, attribute)
-        not_at, at = self._begins.get(key, (-1, depth + 1))
-        if not_at < distance < at:
-            kept = self._guaranteed.keeps(first, then, distance, attribute=attribute)
-            not_at, at = (not_at, distance) if kept else (distance, at)
-            self._begins[key] = not_at, at
-        return distance >= at
+        return self._guaranteed.keeps(first, then, distance, attribute=attribute)
 
     def keeps_all(self, place: Place, task: str, access: Access) -> bool:
         """Return whether a task is in serial order with all users of a place, on any iterations."""
@@ -169,13 +154,13 @@ class KeptOrders:
 
     def problems(self, place: Place, location: Location) -> list[Problem]:
         """Return why the plan may not run the users of a place, under the place's given name."""
-        users = {name: [how for task, how in place.users if task == name] for name in self._serial}
+        reads = {task for task, how in place.users if how.reads}
+        writes = {task for task, how in place.users if how.writes}
+        here = frozenset([location])
+        nowhere = frozenset[Location]()
         effects = {
-            name: Effects(
-                frozenset([location] if any(how.reads for how in found) else []),
-                frozenset([location] if any(how.writes for how in found) else []),
-            )
-            for name, found in users.items()
+            name: Effects(here if name in reads else nowhere, here if name in writes else nowhere)
+            for name in self._serial
         }
         return race_problems(effects, [self._guaranteed])
 
@@ -193,8 +178,7 @@ class ComparedPlaces:
         self._tasks = orders.verified.tasks
         self._orders = orders
         self._gradients = gradients
-        self._places: dict[tuple[str, int, str], Place] = {}
-        self._most = _MOST_DEAD
+        self._places = PrunedDict[tuple[str, int, str], Place]()
 
     def __contains__(self, key: tuple[str, int, str]) -> bool:
         return key in self._places
@@ -238,19 +222,17 @@ class ComparedPlaces:
         if pair in place.allowed or self._orders.keeps(place, *pair):
             return
         within = run.iteration == other.iteration
-        locations = locations_of(place, self._tasks, ctx, self._gradients, one_iteration=within)
-        shifted = self._plan.stale.keys() | self._plan.newer.keys()
-        location = next((one for one in locations if one.name in shifted), locations[0])
-        found = [p for p in self._orders.problems(place, location) if {*p.tasks} == {*pair[:2]}]
-        found.sort(key=lambda problem: problem.tasks != (then.task, first.task))
-        if found:
+        location = location_of(place, self._tasks, ctx, self._gradients, one_iteration=within)
+        problems = [p for p in self._orders.problems(place, location) if {*p.tasks} == {*pair[:2]}]
+        problems.sort(key=lambda problem: problem.tasks != (then.task, first.task))
+        if problems:
             text = (
                 f"check_effects: task {run.task!r} on iteration {run.iteration} touched "
                 f"{location}, which {other.task!r} on iteration {other.iteration} touches as well, "
-                f"and the plan does not keep their order: {found[0].text}. The run may have "
+                f"and the plan does not keep their order: {problems[0].text}. The run may have "
                 "differed from a serial one already"
             )
-            raise refusal(self._plan, [Problem(text, found[0].tasks, found[0].terms)])
+            raise refusal(self._plan, [Problem(text, problems[0].tasks, problems[0].terms)])
         place.allowed.add(pair)
 
     def _may_meet(self, place: Place, run: TaskRun, now: TaskRun) -> bool:
@@ -259,13 +241,10 @@ class ComparedPlaces:
 
     def forget(self, now: TaskRun) -> None:
         """Drop the places that no task can touch any more, or that no task has touched lately."""
-        if len(self._places) <= self._most:
-            return
-        for key, place in list(self._places.items()):
+
+        def gone(place: Place) -> bool:
             if place.kind == "memory":
-                gone = place.reference.expired()
-            else:
-                gone = not any(self._may_meet(place, run, now) for run in place.runs)
-            if gone:
-                del self._places[key]
-        self._most = 2 * len(self._places) + _MOST_DEAD
+                return bool(place.reference.expired())
+            return not any(self._may_meet(place, run, now) for run in place.runs)
+
+        self._places.prune(gone)

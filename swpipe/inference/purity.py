@@ -42,12 +42,10 @@ from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import Problem
 from swpipe.inference.operators import CREATED, OperatorRecorder, tensors_of
+from swpipe.inference.pruned_dict import PrunedDict
 from swpipe.inference.sampled_contents import SampledContents, UsedMemory
 from swpipe.inference.watched_gradients import Gradient, accumulating
 from swpipe.inference.watched_modes import ModuleModes
-
-_MOST_KEPT = 4096
-"""The number of storages added before those whose memory is gone are dropped."""
 
 _MOST_SPANS = 256
 """The maximum number of uses kept per storage, such as a dataset's whose batches are slices."""
@@ -103,7 +101,7 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     def _memory_of(self, ctx: Any) -> set[StorageId]:
         """Return the storages of all tensors in a context."""
         values = attributes(ctx).values()
-        return {n for value in values for one in tensors_in(value) for n in self.storages.of(one)}
+        return set[StorageId]().union(*map(self.storages.of, tensors_in([*values])))
 
     def is_given(self, number: StorageId) -> bool:
         """Return whether the context had this memory when the task began."""
@@ -126,9 +124,9 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             new = Gradient.of(parameter, value, self.storages)
             old = self.accumulated.get(id(parameter), new)
-            kept = new if old.tensor() is None else old
+            gradient = new if old.tensor() is None else old
             memory = {**old.memory, **new.memory}
-            self.accumulated[id(parameter)] = Gradient(parameter, kept.tensor, memory)
+            self.accumulated[id(parameter)] = Gradient(parameter, gradient.tensor, memory)
 
     def _use(self, tensor: Tensor, mode: str) -> None:
         base = tensor if tensor._base is None else tensor._base
@@ -232,9 +230,8 @@ class PureUses:
     def __init__(self) -> None:
         # Storage to a reference, which keeps its number from being used again, and uses by
         # iteration.
-        self._known: dict[StorageId, tuple[Any, list[tuple[int, _MemoryUse]]]] = {}
+        self._known = PrunedDict[StorageId, tuple[Any, list[tuple[int, _MemoryUse]]]]()
         self._generators: dict[int, tuple[torch.Generator, int]] = {}
-        self._most = _MOST_KEPT
 
     def faults(
         self, task: PipelineTask, iteration: int, recorder: UseRecorder, workers: int
@@ -256,11 +253,7 @@ class PureUses:
         # A result that is alive after its iteration may be kept for later ones: it counts as used.
         for number, use in recorder.left():
             self._note(number, iteration, use, recorder)
-        if len(self._known) > self._most:
-            self._known = {n: one for n, one in self._known.items() if not one[0].expired()}
-            # The next clean-up comes only after as many storages again, so its cost per storage is
-            # constant.
-            self._most = 2 * len(self._known) + _MOST_KEPT
+        self._known.prune(lambda known: bool(known[0].expired()))
 
     def _draws(
         self, task: PipelineTask, iteration: int, recorder: UseRecorder, workers: int
@@ -286,7 +279,7 @@ class PureUses:
         _, known = self._known.setdefault(number, (recorder.storages.reference(number), []))
         # The newest use of each span replaces the older one, so the version compared is the last
         # known.
-        known[:] = [one for one in known if one[1].span != use.span][-_MOST_SPANS:]
+        known[:] = [each for each in known if each[1].span != use.span][-_MOST_SPANS:]
         known.append((iteration, use))
 
 
@@ -305,8 +298,8 @@ def _against(before: _MemoryUse, now: _MemoryUse, *, given: bool) -> Iterator[st
 
 
 _DRAWS = (
-    "draws from torch's default generators, so its numbers depend on who draws before it. Give it "
-    "random=True as well, which seeds it for each iteration; or let the loader draw"
+    "draws from torch's default generators, so that its numbers depend on what draws before it. "
+    "Declare random=True as well, which seeds the task for each iteration; or draw in the loader"
 )
 _DRAWS_FROM = (
     "draws from a generator that it drew from in an earlier iteration: a pure task changes its "
@@ -324,16 +317,17 @@ _TRAINS = (
 )
 _CHANGED = (
     "reads {what}, which something has changed since the task read it last: it finds other values "
-    f"than in a plain loop when it runs ahead. Let nobody change it, or {_KEEP_IN_ORDER}"
+    f"than in a plain loop when it runs ahead. Do not change it while the loop runs, or "
+    f"{_KEEP_IN_ORDER}"
 )
 _SWITCHED = (
     "runs {what} whose mode, train or eval, the task or something beside it switches while the "
-    "loop runs: whoever runs it meanwhile has the wrong one. Set the mode before the loop, give "
-    "the task a copy of the module, or take pure=True away"
+    "loop runs: code that runs the module meanwhile runs it in the wrong mode. Set the mode before "
+    "the loop, give the task a copy of the module, or take pure=True away"
 )
 
 
-def told(task: PipelineTask, fault: Fault, what: str) -> Problem:
+def problem_of(task: PipelineTask, fault: Fault, what: str) -> Problem:
     """Return a violation as the problem of an error message."""
     did = fault.text.format(what=what)
     text = f"task {task.name!r} is pure, but on iteration {fault.iteration} it {did}"

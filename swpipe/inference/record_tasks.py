@@ -97,20 +97,21 @@ def record(
         observed, observer.storages, [task.name for task in tasks if task.random]
     )
     states = group(accesses)
-    seen = effects_of(accesses, states)
-    transfers = find_transfers(observed, seen, observer.storages)
-    runs = [one for iteration in observed for one in iteration.tasks]
-    said = Declared.by(tasks)
-    declared = said.effects
+    observed_effects = effects_of(accesses, states)
+    transfers = find_transfers(observed, observed_effects, observer.storages)
+    runs = [each for iteration in observed for each in iteration.tasks]
+    declarations = Declared.by(tasks)
     # Observed effects and declared ones add up: a recording cannot see all that a task touches.
-    effects = {task: e | declared[task] for task, e in add_transfers(seen, transfers).items()}
+    effects = add_transfers(observed_effects, transfers)
+    for name, declared in declarations.effects.items():
+        effects[name] |= declared
     # Without a loader nothing is known of the pull, so it gets no entry rather than a guess.
-    pull = {} if loader is None else {PULL: Effects() if is_apart(loader) else said.unknown}
+    pull = {} if loader is None else {PULL: Effects() if is_apart(loader) else declarations.unknown}
     return Recording(
         tasks=tasks,
-        effects=pull | effects | {BODY: said.unknown},
+        effects=pull | effects | {BODY: declarations.unknown},
         states={name: tuple(item.name for item in items) for name, items in states.items()},
-        collectives=frozenset(one.task for one in runs if one.operators.collectives),
+        collectives=frozenset(each.task for each in runs if each.operators.collectives),
         owners=Owners(saved.owners),
-        notes=notes_on(tasks, seen, states, trained, runs, accesses, transfers),
+        notes=notes_on(tasks, observed_effects, states, trained, runs, accesses, transfers),
     )

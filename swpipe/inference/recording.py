@@ -56,21 +56,24 @@ class Recording:
         Raises:
             ValueError: One of them is of other tasks.
         """
-        found = [self, *others]
-        for other in found:
+        recordings = [self, *others]
+        for other in recordings:
             if list(other.effects) != list(self.effects):
                 raise ValueError(
                     f"cannot merge a recording of {listed(other.effects)} with one of "
                     f"{listed(self.effects)}: record the same tasks in the same order"
                 )
         # A dict keeps the order of first appearance, which a set would lose.
-        states = list(dict.fromkeys(state for each in found for state in each.states))
+        states = list(dict.fromkeys(state for each in recordings for state in each.states))
         return Recording(
             self.tasks,
-            {task: reduce(or_, (each.effects[task] for each in found)) for task in self.effects},
-            {state: _once(each.states.get(state, ()) for each in found) for state in states},
-            frozenset().union(*(each.collectives for each in found)),
-            _once(each.notes for each in found),
+            {
+                task: reduce(or_, (each.effects[task] for each in recordings))
+                for task in self.effects
+            },
+            {state: _once(each.states.get(state, ()) for each in recordings) for state in states},
+            frozenset().union(*(each.collectives for each in recordings)),
+            _once(each.notes for each in recordings),
             self.owners,
         )
 
@@ -83,14 +86,14 @@ class Recording:
 
         Tasks that communicated are globally ordered.
         """
-        found = self.dependences()
+        dependences = self.dependences()
         return PipelinePlan(
             schedule={
                 task: TaskSchedule(globally_ordered=task.name in self.collectives)
                 for task in self.tasks
             },
-            deps=found.deps,
-            cross_iter_deps=found.cross_iter_deps,
+            deps=dependences.deps,
+            cross_iter_deps=dependences.cross_iter_deps,
         )
 
     def compare(self, plan: PipelinePlan) -> Comparison:
@@ -123,7 +126,7 @@ class Recording:
 
         # The body's effects are assumptions and not observations, so the table leaves them out.
         rows = [
-            (task, _told(effects.reads), _told(effects.writes))
+            (task, _listed(effects.reads), _listed(effects.writes))
             for task, effects in self.effects.items()
             if task != BODY
         ]
@@ -155,18 +158,18 @@ class Dependences:
     @property
     def deps(self) -> tuple[Pair, ...]:
         """Dependences within an iteration: (consumer, producer), for ``PipelinePlan.deps``."""
-        return tuple((one.consumer, one.producer) for one in self.needed if not one.distance)
+        return tuple((each.consumer, each.producer) for each in self.needed if not each.distance)
 
     @property
     def cross_iter_deps(self) -> tuple[DistantPair, ...]:
         """Dependences between iterations: (consumer, producer, 1), for ``cross_iter_deps``."""
-        return tuple((one.consumer, one.producer, 1) for one in self.needed if one.distance)
+        return tuple((each.consumer, each.producer, 1) for each in self.needed if each.distance)
 
 
 def _section(title: str, lines: Iterable[str]) -> list[str]:
     """Return the lines indented below a title, or an empty list if there are no lines."""
-    found = [f"  {line}" for line in lines]
-    return ["\n".join([title, *found])] if found else []
+    indented = [f"  {line}" for line in lines]
+    return ["\n".join([title, *indented])] if indented else []
 
 
 def _once(lists: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
@@ -174,7 +177,7 @@ def _once(lists: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(chain.from_iterable(lists)))
 
 
-def _told(places: frozenset[Location]) -> str:
+def _listed(places: frozenset[Location]) -> str:
     """Return the text for some locations.
 
     ``DRAWS`` is left out for an undeclared task, which is always assumed to draw.

@@ -22,15 +22,13 @@ from torch.nn import Parameter
 
 from swpipe._values.storages import StorageId
 from swpipe.device import Device, Event, on_cpu
+from swpipe.inference.pruned_dict import PrunedDict
 
 _ELEMENTS = 4096
 """The maximum number of elements that are sampled of one tensor."""
 
 _TENSORS = 16
 """The number of tensors sampled of a task in one iteration, spread over all that it used."""
-
-_MOST_KEPT = 4096
-"""The number of samples added before those whose memory is gone are dropped."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes per element to the type in which its bits are summed."""
@@ -75,30 +73,28 @@ class SampledContents:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._known: dict[tuple[str, int], _Sample] = {}
+        self._known = PrunedDict[tuple[str, int], _Sample]()
         # The results have arrived when the event is done; None if they are on the host already.
         self._under_way: deque[tuple[Event | None, dict[ChangedMemory, Tensor]]] = deque()
-        self._most = _MOST_KEPT
 
     def compare(self, iteration: int, used: Iterable[UsedMemory]) -> None:
         """Compare the memory that the task used in an iteration, which has just ended."""
-        known = [(one, before) for one in used if (before := self._before(one)) is not None]
+        known = [
+            (memory, before) for memory in used if (before := self._before(memory)) is not None
+        ]
         differs: dict[ChangedMemory, Tensor] = {}
         with torch.no_grad(), torch._C._DisableTorchDispatch():  # not recorded by modes
             # The stride spreads the sampled tensors evenly. Private in torch 2.13:
             # _DisableTorchDispatch.
-            for one, before in known[:: -(len(known) // _TENSORS + 1)]:
-                now = self._note(one)
-                now.kind, now.total = _sampled(one.tensor)
+            for memory, before in known[:: -(len(known) // _TENSORS + 1)]:
+                now = self._note(memory)
+                now.kind, now.total = _sampled(memory.tensor)
                 if now.total is not None and before.total is not None and now.kind == before.kind:
                     flag = now.total != before.total
-                    differs[ChangedMemory(iteration, one.number, one.name)] = flag
+                    differs[ChangedMemory(iteration, memory.number, memory.name)] = flag
             if differs:
                 self._send(differs)
-        if len(self._known) > self._most:
-            alive = {k: one for k, one in self._known.items() if not one.reference.expired()}
-            self._known = alive
-            self._most = 2 * len(alive) + _MOST_KEPT
+        self._known.prune(lambda sample: bool(sample.reference.expired()))
 
     def changed(self) -> Iterator[ChangedMemory]:
         """Yield the changes whose comparisons have arrived on the host by now."""
@@ -109,14 +105,16 @@ class SampledContents:
                 return
             self._under_way.popleft()
             with torch._C._DisableTorchDispatch():
-                found = [one for one, flag in differs.items() if flag]
-            yield from found
+                changed = [memory for memory, flag in differs.items() if flag]
+            yield from changed
 
     def _send(self, differs: dict[ChangedMemory, Tensor]) -> None:
         """Start copying the results of comparisons to the host."""
         done = None
         if not all(map(on_cpu, differs.values())):
-            differs = {one: flag.to("cpu", non_blocking=True) for one, flag in differs.items()}
+            differs = {
+                memory: flag.to("cpu", non_blocking=True) for memory, flag in differs.items()
+            }
             done = self._device.new_event()
             done.record(self._device.current_stream())
         self._under_way.append((done, differs))

@@ -79,8 +79,8 @@ def shown_state(
     if handed_on and not any(io.capture for task in tasks for io in task.io):
         warnings.warn(
             f"a trial does not put back what tasks make in one iteration for the next: "
-            f"{listed(handed_on)}. Tell what holds it: state=[...], for an object with state_dict "
-            "and load_state_dict, or DeclaredIO(capture=..., restore=...) of the task",
+            f"{listed(handed_on)}. Pass the object that holds it in state=[...], if it has "
+            "state_dict and load_state_dict, or give the task DeclaredIO(capture=..., restore=...)",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -92,22 +92,21 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
 
     def __init__(self, declared: Iterable[Owner], device: Device) -> None:
         super().__init__(device)
-        self._found = [*declared]
-        refuse_scripted(self._found)
-        self._saved = Snapshot(self._found, device)
-        self._modules = set(map(id, modules_of(self._found)))
-        self._optimizers: set[int] = set()
+        self._owners = [*declared]
+        refuse_scripted(self._owners)
+        self._saved = Snapshot(self._owners, device)
+        # Ids of modules and optimizers, and addresses of generators; _owners keeps all of them.
+        self._known = {*map(id, modules_of(self._owners))}
         self._memory: dict[StorageId, Tensor] = {}
         self._leaves: dict[int, Tensor] = {}
-        self._generators: set[int] = set()
         self._stack = ExitStack()
         self._kept: frozenset[StorageId] = frozenset()  # made in the previous iteration
         self._handed_on: set[StorageId] = set()
 
     def __enter__(self) -> _Shown:
         self._stack.callback(self._saved.restore)
-        self._stack.enter_context(before_calls(self._before_call))
-        self._stack.enter_context(before_steps(self._before_step))
+        self._stack.enter_context(before_calls(self._add))
+        self._stack.enter_context(before_steps(self._add))
         super().__enter__()
         return self
 
@@ -130,7 +129,7 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; a generator among its arguments is saved first."""
         if (generator := kwargs.get("generator")) is not None:
-            self._before_draw(generator)
+            self._add(generator, generator._cdata)
         return super().run(func, args, kwargs)
 
     def begin(self, batch: Any) -> None:
@@ -154,7 +153,7 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
         # tensor.
         used = self._kept & accesses.all_reads
         self._handed_on |= {number for number in used if not storages.alive(number)}
-        named = self._memory_of(self._found)
+        named = self._memory_of(self._owners)
         self._kept = frozenset(n for n in accesses.created if storages.alive(n)) - named
 
     def handed_on(self) -> list[str]:
@@ -168,49 +167,43 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
         """Return the owners of all state that torch showed, with unowned memory as tensors."""
         # A submodule may have been called, and saved, before the module that contains it.
         inner = {
-            id(part) for one in self._found for part in modules_of([one]) if part is not one.owner
+            id(part)
+            for owner in self._owners
+            for part in modules_of([owner])
+            if part is not owner.owner
         }
-        found = [one for one in self._found if id(one.owner) not in inner]
+        owners = [owner for owner in self._owners if id(owner.owner) not in inner]
         storages = self.storages
-        named = self._memory_of(found)
-        leaves = [one for one in self._leaves.values() if not storages.of(one) <= named]
-        found += [Owner(f"leaf ({described(one)})", one) for one in leaves]
+        named = self._memory_of(owners)
+        leaves = [leaf for leaf in self._leaves.values() if not storages.of(leaf) <= named]
+        owners += [Owner(f"leaf ({described(leaf)})", leaf) for leaf in leaves]
         named = named.union(*map(storages.of, leaves))
         for number, tensor in self._memory.items():
             if number not in named and tensor.untyped_storage().nbytes():
-                found.append(Owner(f"memory ({storages.description(number)})", tensor))
-        return Owners(found)
+                owners.append(Owner(f"memory ({storages.description(number)})", tensor))
+        return Owners(owners)
 
     def _memory_of(self, owners: Iterable[Owner]) -> set[StorageId]:
         tensors = items_in(owners).tensors.values()
         return set[StorageId]().union(*map(self.storages.of, tensors))
 
-    def _add(self, owner: Any) -> None:
-        """Add an owner of state and save the state."""
+    def _add(self, owner: Any, number: int = 0) -> None:
+        """Save the state of a module, optimizer or generator when it first appears.
+
+        ``number`` identifies an object that several Python objects may stand for.
+        """
+        number = number or id(owner)
+        if number in self._known:
+            return
         kind = type(owner).__name__
-        alike = sum(type(one.owner).__name__ == kind for one in self._found)
-        one = Owner(f"{kind} ({alike + 1})" if alike else kind, owner)
-        refuse_scripted([one])
+        alike = sum(type(other.owner).__name__ == kind for other in self._owners)
+        named = Owner(f"{kind} ({alike + 1})" if alike else kind, owner)
+        refuse_scripted([named])
         if isinstance(owner, Optimizer):
-            refuse_scheduled(owner, [other.owner for other in self._found])
-        self._modules.update(map(id, modules_of([one])))
-        self._found.append(one)
-        self._saved.add(one)
-
-    def _before_call(self, module: torch.nn.Module) -> None:
-        if id(module) not in self._modules:
-            self._add(module)
-
-    def _before_step(self, optimizer: Optimizer) -> None:
-        if id(optimizer) not in self._optimizers:
-            self._optimizers.add(id(optimizer))
-            self._add(optimizer)
-
-    def _before_draw(self, generator: Any) -> None:
-        """Save a generator that is drawn from."""
-        if generator._cdata not in self._generators:
-            self._generators.add(generator._cdata)
-            self._add(generator)
+            refuse_scheduled(owner, [other.owner for other in self._owners])
+        self._known |= {number, *map(id, modules_of([named]))}
+        self._owners.append(named)
+        self._saved.add(named)
 
     def _before_use(self, leaf: Tensor) -> None:
         """Save a leaf that requires grad: its use may add a gradient, or write the leaf."""

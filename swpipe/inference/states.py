@@ -46,8 +46,8 @@ class StateItem(NamedTuple):
         name: "model.net.weight".
         owner: The object that it belongs to: "model".
         kind: "parameters", "buffers", "gradients", "state" of an optimizer, "options" of an
-            optimizer, "mode" of a module, "declared", or "" for anything that belongs to neither a
-            module nor an optimizer.
+            optimizer, "mode" of a module, "declared", "unnamed" for memory that is known by a
+            description only, or "" for anything else that belongs to no module and no optimizer.
     """
 
     name: str
@@ -77,10 +77,9 @@ class StateItems:
 
 def items_in(owners: Iterable[Owner]) -> StateItems:
     """Return all state that some modules, optimizers, tensors and generators hold now."""
-    found = StateItems()
+    state = StateItems()
     count: Counter[str] = Counter()
     names_of: dict[int, str] = {}
-    optimizers: list[tuple[str, Optimizer]] = []
     covered: set[int] = set()
 
     def unique(name: str) -> str:
@@ -88,37 +87,37 @@ def items_in(owners: Iterable[Owner]) -> StateItems:
         count[name] += 1
         return name if count[name] == 1 else f"{name} ({count[name]})"
 
-    for path, owner in owners:
+    # Optimizers come last: their state is named after parameters.
+    for path, owner in sorted(owners, key=lambda named: isinstance(named.owner, Optimizer)):
         if id(owner) in covered:  # a submodule of an earlier owner, which brought its tensors
             continue
         if isinstance(owner, Module):
             covered.update(map(id, modules_in(owner)))
         if is_generator(owner):
-            found.generators[unique(path)] = owner
+            state.generators[unique(path)] = owner
         elif isinstance(owner, Optimizer):
-            optimizers.append((unique(path), owner))
+            root = unique(path)
+            _add(state, names_of, _optimizer_items(root, owner, names_of))
+            state.options[root] = (id(owner), _options(owner))
         elif isinstance(owner, Tensor | Module):
-            _add(found, names_of, items_of(unique(path), owner))
-    for root, optimizer in optimizers:  # last: their state is named after parameters
-        _add(found, names_of, _optimizer_items(root, optimizer, names_of))
-        found.options[root] = (id(optimizer), _options(optimizer))
-    return found
+            _add(state, names_of, items_of(unique(path), owner))
+    return state
 
 
 def _add(
-    found: StateItems, names_of: dict[int, str], items: Iterable[tuple[StateItem, Tensor]]
+    state: StateItems, names_of: dict[int, str], items: Iterable[tuple[StateItem, Tensor]]
 ) -> None:
     """Add the items whose tensors have no item yet, and the gradients of these tensors."""
-    for item, tensor in ((item, part) for item, one in items for part in unsharded(one)):
+    for item, tensor in ((item, part) for item, whole in items for part in unsharded(whole)):
         # The first name of a tensor counts: a shared parameter appears once.
-        if id(tensor) in names_of or item in found.tensors:
+        if id(tensor) in names_of or item in state.tensors:
             continue
         names_of[id(tensor)] = item.name
-        found.tensors[item] = tensor
+        state.tensors[item] = tensor
         grad = grad_or_none(tensor)
         if grad is not None and id(grad) not in names_of:
             names_of[id(grad)] = f"{item.name}.grad"
-            found.tensors[StateItem(f"{item.name}.grad", item.owner, "gradients")] = grad
+            state.tensors[StateItem(f"{item.name}.grad", item.owner, "gradients")] = grad
 
 
 def items_of(root: str, owner: Any) -> Iterator[tuple[StateItem, Tensor]]:
@@ -189,6 +188,11 @@ def options_of(optimizer: str) -> StateItem:
     return StateItem(f"{optimizer} options", optimizer, "options")
 
 
+def mode_of(module: str) -> StateItem:
+    """Return the item of a module's mode, train or eval."""
+    return StateItem(f"{module} mode", module, "mode")
+
+
 def assign_declared(
     items: Mapping[StateItem, Tensor], tasks: Iterable[PipelineTask]
 ) -> dict[StateItem, Tensor]:
@@ -229,8 +233,8 @@ def _declared(tasks: Iterable[PipelineTask]) -> Iterator[tuple[PipelineTask, Dec
     """
     for task, io, item in declared_memory(tasks):
         if isinstance(item, Module):
-            for _, one in items_of("", item):
-                yield from ((task, io, part) for part in unsharded(one))
+            for _, tensor in items_of("", item):
+                yield from ((task, io, part) for part in unsharded(tensor))
         elif isinstance(item, Tensor):
             yield task, io, item
         # Objects with state_dict have no tensors to compare; they are saved and restored only.

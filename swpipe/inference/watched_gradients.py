@@ -66,7 +66,7 @@ class WatchedGradients:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self.parameters = {id(one): one for one in parameters}
+        self.parameters = {id(parameter): parameter for parameter in parameters}
         self._known: dict[int, Gradient] = {}
         self.read()
 
@@ -84,20 +84,20 @@ class WatchedGradients:
 
     def add(self, accumulated: Mapping[int, Gradient]) -> None:
         """Add the gradients that autograd has accumulated, with their parameters."""
-        self.parameters |= {number: one.parameter for number, one in accumulated.items()}
+        self.parameters |= {number: gradient.parameter for number, gradient in accumulated.items()}
         self._known |= accumulated
 
     def present(self) -> dict[int, Gradient]:
         """Return the gradients that are known to exist, by the id of their parameter."""
-        return {number: one for number, one in self._known.items() if one.tensor() is not None}
+        return {n: known for n, known in self._known.items() if known.tensor() is not None}
 
     def memory(self, before: Mapping[int, Gradient]) -> Iterator[tuple[int, StorageId]]:
         """Yield the id of each parameter with the storages of its gradient.
 
         The gradients in ``before`` count as well as the known ones.
         """
-        for found in (before, self._known):
-            for number, gradient in found.items():
+        for gradients in (before, self._known):
+            for number, gradient in gradients.items():
                 yield from ((number, storage) for storage in gradient.memory)
 
     def owners(self, storage: StorageId) -> set[int]:
@@ -107,4 +107,4 @@ class WatchedGradients:
     def gone(self, before: Mapping[int, Gradient]) -> set[int]:
         """Return the ids of parameters that no longer have the gradients that they had before."""
         # Known only as a weak reference: it expires if zero_grad drops the last strong one.
-        return {n for n, one in before.items() if n not in self._known or one.tensor() is None}
+        return {n for n, had in before.items() if n not in self._known or had.tensor() is None}

@@ -16,8 +16,7 @@ from typing import Any
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-_MOST_KEPT = 4096
-"""The number of modules added before those that no longer exist are dropped."""
+from swpipe.inference.pruned_dict import PrunedDict
 
 
 class ModuleModes:
@@ -37,10 +36,11 @@ class ModuleModes:
     """
 
     def __init__(self, modules: Iterable[Module] = (), *, eager: bool = False) -> None:
-        self._given = {id(one): one for one in modules}
-        self._known = {n: (weakref.ref(one), one.training) for n, one in self._given.items()}
+        self._given = {id(module): module for module in modules}
+        self._known = PrunedDict[int, tuple[weakref.ref[Module], bool]]()
+        for module in self._given.values():
+            self._known[id(module)] = weakref.ref(module), module.training
         self._eager = eager
-        self._most = _MOST_KEPT
         self.ran: dict[int, Module] = {}
         self.switched: dict[int, Module] = {}
 
@@ -64,12 +64,7 @@ class ModuleModes:
             self._hook.remove()
         for module in {**self.ran, **self._given}.values():
             self._compare(module)
-        if len(self._known) > self._most:
-            alive = dict(self._alive())
-            self._known = {number: self._known[number] for number in alive}
-            # The next clean-up comes only after as many modules again, so its cost per module is
-            # constant.
-            self._most = 2 * len(alive) + _MOST_KEPT
+        self._known.prune(lambda known: known[0]() is None)
 
     def _run(self, module: Module) -> None:
         """Note that a module is about to run, and in which mode."""
@@ -98,4 +93,5 @@ def something_is_compiled() -> bool:
     compiler = sys.modules.get("torch._dynamo.eval_frame")  # any optimizer imports it
     # cached_backends is private in torch 2.13; without it, an imported compiler counts as in use.
     backends = getattr(compiler, "cached_backends", {0: compiler})
-    return any(one is not None for one in backends.values())  # None: a callable that stays eager
+    # None stands for a callable that stays eager.
+    return any(backend is not None for backend in backends.values())

@@ -199,7 +199,7 @@ def find_sources(
             leaf = getattr(edge[0], "variable", None)
             if leaf is not None:
                 leaves[id(leaf)] = leaf
-    own = [leaf for key, leaf in leaves.items() if not any(leaf is one for one in made)]
+    own = [leaf for key, leaf in leaves.items() if not any(leaf is tensor for tensor in made)]
     return Sources(tuple(sorted(names)), tuple(map(OwnLeaf, own)))
 
 

@@ -87,7 +87,7 @@ class KeptObjects:
         # Handed out itself from here on, so every change to it must be visible in its fingerprint.
         if unknown := [leaf for leaf in content.leaves if not _may_be_shared(leaf)]:
             raise NotReplayableError(
-                f"{place} holds {_told(value, unknown[0])}, which cannot be copied, and whose "
+                f"{place} holds {_described(value, unknown[0])}, which cannot be copied, and whose "
                 f"changes cannot be detected. {_MEND}"
             )
         self._same.append((place, content))
@@ -108,8 +108,8 @@ class KeptObjects:
         for place, content in self._same:
             if content.changed():
                 raise NotReplayableError(
-                    f"{place} holds {_told(content.value)}, which was modified after the task and "
-                    f"cannot be copied. {_MEND}"
+                    f"{place} holds {_described(content.value)}, which was modified after the "
+                    f"task and cannot be copied. {_MEND}"
                 )
 
     def _copy(self, value: Any, content: Fingerprint, memo: dict[int, Any]) -> Any:
@@ -159,18 +159,18 @@ def _check(value: Any, content: Fingerprint, place: str) -> None:
         # Files and generators are iterators, too.
         if isinstance(part, Iterator | AsyncIterator) and not replays_itself(part):
             raise NotReplayableError(
-                f"{place} holds {_told(value, part)}, an iterator, which the first iteration uses "
-                f"up. Produce a list instead. Otherwise: {_MEND}"
+                f"{place} holds {_described(value, part)}, an iterator, which the first iteration "
+                f"uses up. Produce a list instead. Otherwise: {_MEND}"
             )
     for tensor in content.tensors:
         if tensor.requires_grad and not tensor.is_leaf:
             raise NotReplayableError(
-                f"{place} holds {_told(value)} with a tensor that autograd computed; its graph "
-                f"can be used only once. {_MEND}"
+                f"{place} holds {_described(value)} with a tensor that autograd computed; its "
+                f"graph can be used only once. {_MEND}"
             )
 
 
-def _told(value: Any, part: Any = None) -> str:
+def _described(value: Any, part: Any = None) -> str:
     """Return a description of an object, and of a part of it."""
     name = f"an object of class {type(value).__qualname__!r}"
     if part is None or part is value:

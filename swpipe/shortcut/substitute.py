@@ -53,14 +53,15 @@ def substitute_of(tasks: Collection[str], given: Any) -> Callable[[Any], None]:
 
 def _call(task: str, function: Callable[[Any], Any], ctx: Any) -> None:
     """Call the user's function, and set the values that it returns, if any."""
-    made = function(ctx)
-    if made is not None and not isinstance(made, Mapping):
+    values = function(ctx)
+    if values is not None and not isinstance(values, Mapping):
         raise TypeError(
-            f"shortcut of task {task!r}: the function in its place returned {shown(made)}. It has "
-            "to set attributes of the context, or to return a dict of attributes and their values"
+            f"shortcut of task {task!r}: the function in its place returned {shown(values)}. It "
+            "has to set attributes of the context, or to return a dict of attributes and their "
+            "values"
         )
-    _check_names(task, made or {})
-    _set(made or {}, ctx)
+    _check_names(task, values or {})
+    _set(values or {}, ctx)
 
 
 def _check_names(task: str, values: Mapping[Any, Any]) -> None:

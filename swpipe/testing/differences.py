@@ -100,22 +100,24 @@ def first_difference(
     """
     where = resolve(device)
     begin = default_generators(where)
-    one = _Side(a(), where, iterations)
+    side_a = _Side(a(), where, iterations)
     set_default_generators(where, begin)
-    other = _Side(b(), where, iterations)
+    side_b = _Side(b(), where, iterations)
     # The copies compared below are complete, because each side has synchronized the device.
-    tasks = [name for name in one.tasks if name in other.tasks]
-    for number in range(max(one.pulled, other.pulled)):
+    tasks = [name for name in side_a.tasks if name in side_b.tasks]
+    # If one side has pulled more batches, its <pull> leaves what the other side's does not.
+    for number in range(max(side_a.pulled, side_b.pulled)):
         for task in (PULL, *tasks, RETIRE):
-            left, right = (side.left.get((number, task), {}) for side in (one, other))
+            left, right = (side.left.get((number, task), {}) for side in (side_a, side_b))
             if task == RETIRE:  # tasks that only one side has may leave more
                 left, right = _of_both(left, right), _of_both(right, left)
-            if found := first_unequal(left, right, rtol, atol):
-                return Difference(number, task, *found)
+            if unequal := first_unequal(left, right, rtol, atol):
+                return Difference(number, task, *unequal)
     return None
 
 
 def _of_both(values: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes that the other side has as well, and all of the loop's state."""
     return {k: value for k, value in values.items() if k in other or k.startswith("state()")}
 
 
@@ -151,14 +153,18 @@ class _Side:
             device.synchronize()
 
     def _batches(self, loop: Loop, iterations: int) -> Iterator[Any]:
+        """Yield the loader's batches, of which copies are kept."""
         for batch in islice(loop.loader, iterations):
             self.left[self.pulled, PULL] = copies(leaves_by_name({"ctx.batch": batch}))
             self.pulled += 1
             yield batch
 
     def _recorded(self, task: PipelineTask) -> PipelineTask:
+        """Return the task with a function that copies what it leaves."""
+
         def run(ctx: Any) -> None:
             left: dict[str, Any] = {}
+            # A pure task changes its context only, so that it may run beside the others.
             with nullcontext() if task.pure else self._changes(left):
                 with ContextWatch(ctx) as watch:
                     task.fn(ctx)
@@ -182,6 +188,7 @@ class _Side:
             yield
             self._device.synchronize()
             now = self._now()
+            # Only changed leaves are copied: a task seldom changes the whole state.
             for name in {**self._last, **now}:
                 leaf = now.get(name, DELETED)
                 if first_unequal({name: self._last.get(name, DELETED)}, {name: leaf}):
@@ -190,5 +197,7 @@ class _Side:
 
 
 def _attributes(ctx: Any, names: Iterable[str]) -> dict[str, Any]:
-    there = vars(ctx)
-    return leaves_by_name({f"ctx.{name}": there[name] for name in names if name in there})
+    """Return the leaves of a context's attributes, by name."""
+    # A task on another thread may delete an attribute at any time.
+    values = dict(vars(ctx))
+    return leaves_by_name({f"ctx.{name}": values[name] for name in names if name in values})

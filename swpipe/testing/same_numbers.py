@@ -95,7 +95,7 @@ def assert_same_numbers(
     expected = [*_plain(make_loop(), iterations, where)]
     set_default_generators(where, begin)
     loop = make_loop()
-    number = -1
+    number = -1  # the last iteration, for a loader without batches
     with overlap(
         loop.loader,
         loop.tasks,
@@ -103,6 +103,7 @@ def assert_same_numbers(
         pull_ahead=loop.pull_ahead,
         context=loop.context,
     ) as contexts:
+        # The range comes first: zip pulls no context that it does not hand out.
         for number, ctx in zip(range(iterations), contexts, strict=False):
             loop.body(ctx)
             if number >= len(expected):
@@ -118,6 +119,7 @@ def tasks_of(loop: Loop) -> list[PipelineTask]:
 
 
 def _plain(loop: Loop, iterations: int, device: Device) -> Iterator[dict[str, Any]]:
+    """Run a loop serially, and yield copies of what each iteration leaves."""
     tasks = tasks_of(loop)
     # The pipeline seeds random tasks by name and iteration; the serial run has to do the same.
     seeds = TaskSeeds(None, device)
@@ -140,9 +142,9 @@ def _contents(loop: Loop, ctx: Any) -> dict[str, Any]:
     return leaves_by_name({**values, "state()": loop.state()})
 
 
-def _compare(iteration: int, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+def _compare(iteration: int, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
     """Raise an AssertionError at the first difference."""
-    unequal = first_unequal(expected, found)
+    unequal = first_unequal(expected, actual)
     if unequal is None:
         return
     name, element, plain, ahead = unequal

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 HOST = -1
 """The host among the streams."""
 
-A = TypeVar("A")
 Clock: TypeAlias = dict[int, int]
 
 
@@ -38,12 +37,14 @@ class StreamClocks:
         """Return the number of the next launch, on ``stream``."""
         self._launches += 1
         clock = self._clocks[stream]
+        # What the host has waited for is done before it launches anything.
         _join(clock, self._clocks[HOST])
         clock[stream] = self._launches
         return self._launches
 
     def record(self, event: int, stream: int) -> None:
         """Record an event on a stream."""
+        # A copy: later launches on the stream are not part of the event.
         self._events[event] = dict(self._clocks[stream])
 
     def forget(self, event: int) -> None:
@@ -65,6 +66,7 @@ class StreamClocks:
 
 
 def _join(clock: Clock, other: Clock) -> None:
+    """Add to a clock all launches that another clock includes."""
     for stream, launch in other.items():
         clock[stream] = max(launch, clock.get(stream, 0))
 
@@ -84,10 +86,15 @@ class Bytes(NamedTuple):
 
 
 @dataclass
-class Use(Generic[A]):
+class Use:
     """One access in the history of some memory.
 
     Attributes:
+        bytes: The bytes that it reads or writes.
+        writes: Whether it writes them.
+        stream: The number of its stream; ``HOST`` for the host.
+        launch: The number of its launch.
+        access: The description for messages.
         freed: The memory was freed, and given to another tensor, after this use.
     """
 
@@ -95,11 +102,11 @@ class Use(Generic[A]):
     writes: bool
     stream: int
     launch: int
-    access: A
+    access: Any
     freed: bool = False
 
 
-class MemoryHistory(Generic[A]):
+class MemoryHistory:
     """The uses of memory that later accesses may race with.
 
     What the allocator gives again keeps its history: the allocator orders its use only with the
@@ -108,7 +115,7 @@ class MemoryHistory(Generic[A]):
 
     def __init__(self, clocks: StreamClocks) -> None:
         self._clocks = clocks
-        self._uses: defaultdict[int, list[Use[A]]] = defaultdict(list)
+        self._uses: defaultdict[int, list[Use]] = defaultdict(list)
         self._recorded: defaultdict[int, set[int]] = defaultdict(set)
 
     def record_stream(self, base: int, stream: int) -> None:
@@ -118,16 +125,17 @@ class MemoryHistory(Generic[A]):
     def allocate(self, base: int, *, on_host: bool) -> None:
         """Begin the life of a new tensor at an address."""
         recorded = self._recorded.pop(base, set())
-        # The allocator of pinned memory waits for all copies before it gives memory again.
-        kept = [use for use in self._uses.pop(base, []) if not on_host]
-        for use in kept:
+        # The allocator of pinned memory waits for all copies before it gives memory again, so that
+        # the history of host memory ends here.
+        uses = [use for use in self._uses.pop(base, []) if not on_host]
+        for use in uses:
             if use.stream not in recorded:
                 use.freed = True
                 self._uses[base].append(use)
 
-    def add(self, use: Use[A]) -> list[Use[A]]:
-        """Add a use; returns those before that it races with."""
-        kept = []
+    def add(self, use: Use) -> list[Use]:
+        """Add a use, and return the earlier uses with which it races."""
+        remaining = []
         races = []
         base, begin, end = use.bytes
         for other in self._uses[base]:
@@ -136,9 +144,11 @@ class MemoryHistory(Generic[A]):
             if overlaps and not ordered and (use.writes or other.writes):
                 races.append(other)
             covered = begin <= other.bytes.begin and other.bytes.end <= end
-            # What races with the other, which comes before this use, races with this use as well.
+            # A later use that races with the other one races with this one as well, if this one
+            # covers the other's bytes, and writes them or finds them only read. The history then
+            # drops the other use, and stays short.
             replaced = use.writes or not other.writes
             if not (covered and ordered and replaced):
-                kept.append(other)
-        self._uses[base] = [*kept, use]
+                remaining.append(other)
+        self._uses[base] = [*remaining, use]
         return races

@@ -168,17 +168,17 @@ def _on_simulated_device(make_loop: Callable[[], Any], iterations: int) -> tuple
 
 
 class _Finder(Observer):
-    """Collects what one loop does.
+    """An observer that records the device work of one loop, and the races in it.
 
-    All that it keeps is changed under a lock. The lock is reentrant: the garbage collector may
-    delete an event, which is reported, at any allocation.
+    Its attributes are changed under a lock. The lock is reentrant: the garbage collector may delete
+    an event, which is reported to a callback, at any allocation.
     """
 
     def __init__(self) -> None:
         self.iteration = 0
         self._lock = threading.RLock()
         self._clocks = StreamClocks()
-        self._memory = MemoryHistory[Access](self._clocks)
+        self._memory = MemoryHistory(self._clocks)
         self._storages = Storages()
         self._names: dict[int, str] = {HOST: "host", 0: "default stream"}
         self._races: dict[tuple[Any, ...], Race] = {}
@@ -186,20 +186,24 @@ class _Finder(Observer):
         self.device = resolve(None)
 
     def run(self, make_loop: Callable[[], Any], iterations: int) -> tuple[Race, ...]:
-        """Run a loop under observation."""
+        """Run a loop under observation, and return its races."""
         with self._observing():
             with _Watch(self):
+                # The loop is made under observation: it may launch work, and start threads.
                 steps = iter(_steps(make_loop()))
                 try:
                     for _ in islice(steps, iterations):
                         self.iteration += 1
                 finally:
+                    # Only generators can be closed: others are left as they are.
                     getattr(steps, "close", int)()
             self.device.synchronize()
         return tuple(self._races.values())
 
     @contextmanager
     def _observing(self) -> Iterator[None]:
+        """Register all callbacks, hooks and observers within the block."""
+        # A wait of the host is a wait of one more stream, so that it needs no clock of its own.
         clocks = self._clocks
         callbacks: dict[str, Callable[..., None]] = {
             "EventRecord": clocks.record,
@@ -216,6 +220,8 @@ class _Finder(Observer):
             locked = self._locked(callback)
             registry.add_callback(locked)
             added.append((registry, locked))
+        # Dispatch modes are per thread. The profile function is the only hook that runs first on
+        # each new thread, whoever starts it.
         profile = threading.getprofile()
         before = Observers.everywhere
         threading.setprofile(self._begin_thread)
@@ -229,6 +235,8 @@ class _Finder(Observer):
                 registry.callback_list.remove(locked)
 
     def _locked(self, callback: Callable[..., None]) -> Callable[..., None]:
+        """Return a callback that holds the lock: torch calls it on whatever thread launches."""
+
         def call(*numbers: int) -> None:
             with self._lock:
                 callback(*numbers)
@@ -236,7 +244,8 @@ class _Finder(Observer):
         return call
 
     def _begin_thread(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Watch a new thread: called with its first function."""
+        """Watch a new thread from its first function on."""
+        # The thread is not profiled any further, and ends with the watch still in place.
         sys.setprofile(None)
         _Watch(self).__enter__()
 
@@ -250,7 +259,8 @@ class _Finder(Observer):
 
     def see(self, watch: _Watch, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run one operator, and record what it reads and writes."""
-        if getattr(self._local, "inside", False):  # of two watches the inner one records
+        # A task's watch lies within the thread's: torch calls both, and the inner one records.
+        if getattr(self._local, "inside", False):
             return func(*args, **kwargs)
         self._local.inside = True
         try:
@@ -259,24 +269,29 @@ class _Finder(Observer):
             self._local.inside = False
 
     def _see(self, watch: _Watch, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run one operator, as ``see`` does."""
         if func is torch.ops.aten.record_stream.default:
             with self._lock:
                 for memory, _ in self._memory_of(args[0]):
                     self._memory.record_stream(memory.base, stream_number(args[1]))
             return func(*args, **kwargs)
         arguments = [
-            (t, mode) for value, mode in watch.arguments(func, args, kwargs) for t in value
+            (t, mode)
+            for value, mode in watch.arguments(func, args, kwargs)
+            for t in tensors_of(value)
         ]
         stream = stream_number(self.device.current_stream())
         with self._lock:
-            # Before the call, in which the host may wait for it. Whether an operator without tensor
-            # arguments runs on the device is seen from its result: so the stream always launches.
+            # The launch is numbered before the call, in which the host may wait for it. Whether an
+            # operator without tensor arguments runs on the device shows in its result only, so that
+            # the stream and the host both take a number here.
             launch = self._clocks.launch(stream)
             host_launch = self._clocks.launch(HOST)
             located = [
                 (t, mode, memory) for t, mode in arguments for memory, _ in self._memory_of(t)
             ]
         result = func(*args, **kwargs)
+        # Such an operator changes sizes and strides, and touches no memory.
         if torch.Tag.inplace_view in func.tags:
             return result
         with self._lock:
@@ -288,9 +303,10 @@ class _Finder(Observer):
                 for t, mode, memory in located
                 if mode and not (mode == ALIASED and memory.base in bases)
             ]
+            # An operator writes the memory that it creates, unless it leaves it as it was.
             if not func.overloadpacket.__name__.startswith(_ONLY_ALLOCATE):
                 uses += [(t, memory, True) for t, memory, new in results if new]
-            if not any(not on_cpu(t) for t in [*(t for t, _ in arguments), *tensors_of(result)]):
+            if all(map(on_cpu, [*(t for t, _ in arguments), *tensors_of(result)])):
                 launch = host_launch
                 stream = HOST
             for tensor, memory, writes in uses:
@@ -303,7 +319,7 @@ class _Finder(Observer):
     def _memory_of(self, tensor: Tensor) -> Iterator[tuple[Bytes, bool]]:
         """Yield the memory of a tensor, and whether it is seen for the first time.
 
-        Of the host's memory only pinned one: copies of other memory are done when they return.
+        Host memory that is not pinned is left out: copies of it are done when they return.
         """
         for part in parts_of(tensor):
             on_host = on_cpu(part)
@@ -312,6 +328,8 @@ class _Finder(Observer):
             if on_host and not part.is_pinned():
                 continue
             base = part.untyped_storage().data_ptr()
+            # A storage is new although its address is known if the allocator has given the memory
+            # again.
             new = any(new for _, new in self._storages.add(part))
             if new:
                 self._memory.allocate(base, on_host=on_host)
@@ -320,6 +338,7 @@ class _Finder(Observer):
             yield Bytes(base, begin, begin + (last + 1) * part.element_size()), new
 
     def _report(self, race: Race) -> None:
+        """Add a race, or count it if the same two places have raced before."""
         key = tuple(
             (a.task, a.place, a.operator, a.stream, a.writes) for a in (race.first, race.second)
         )
@@ -327,14 +346,16 @@ class _Finder(Observer):
         self._races[key] = replace(known, count=known.count + 1)
 
     def _name(self, stream: int) -> str:
+        """Return a stream's name in the plan, or else "stream 1", "stream 2" and so on."""
         return self._names.setdefault(stream, f"stream {len(self._names) - 1}")
 
 
 _ONLY_ALLOCATE = ("empty", "new_empty")
+"""The beginnings of the names of operators that write nothing into the memory they create."""
 
 
 class _Watch(OperatorRecorder):  # type: ignore[no-untyped-call]
-    """Watches one thread: within a task, or outside tasks if none is given."""
+    """A dispatch mode that watches one thread: in a task, or outside tasks if none is given."""
 
     def __init__(self, finder: _Finder, task: str = "", iteration: int | None = None) -> None:
         super().__init__(finder.device)
@@ -342,14 +363,8 @@ class _Watch(OperatorRecorder):  # type: ignore[no-untyped-call]
         self._task = task
         self._iteration = iteration
 
-    def arguments(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[tuple[Iterable[Tensor], str]]:
-        """Yield the tensors of each argument, and how they are used."""
-        return ((tensors_of(value), mode) for value, mode in self._arguments(func, args, kwargs))
-
     def access(self, operator: str, stream: str, writes: bool) -> Access:
-        """Describe an access by what runs now."""
+        """Return the description of an access by what runs now."""
         iteration = self._finder.iteration if self._iteration is None else self._iteration
         return Access(self._task, iteration, _place(), operator, stream, writes)
 
@@ -364,6 +379,7 @@ _FOREIGN = tuple(path for module in (torch, swpipe) for path in module.__path__)
 
 def _place() -> str:
     """Return the innermost line that is neither torch's nor swpipe's."""
+    # Generated code, as of dataclasses, has a file name that begins with "<".
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith((*_FOREIGN, "<")):
         frame = frame.f_back
@@ -373,6 +389,7 @@ def _place() -> str:
 
 
 def _steps(loop: Any) -> Iterable[Any]:
+    """Run a loop, and yield after each of its iterations."""
     if not isinstance(loop, Loop):
         yield from loop
         return

@@ -265,26 +265,33 @@ def test_a_state_that_may_be_read_too_soon() -> None:
     assert not says(replace(plan, cross_iter_deps=[("a", "b", 1)]), effects)
 
 
+READ_THEN_CHANGED = {"a": READS_MODEL, "b": CHANGES_MODEL}
+CHANGED_THEN_READ = {"a": CHANGES_MODEL, "b": READS_MODEL}
+
+
+def apart(stage: int, **shift: object) -> PipelinePlan:
+    """Two tasks in this order in a period, the second one in a later stage."""
+    return two(TaskSchedule(), TaskSchedule(stage), order=["a", "b"], **shift)
+
+
 def test_a_read_that_always_comes_too_soon_may_be_meant() -> None:
     """By its stages a read is always late, and the message says how to allow it."""
-    plan = PipelinePlan({"a": TaskSchedule(stage=0), "b": TaskSchedule(stage=2)}, order=["a", "b"])
-    effects = {"a": READS_MODEL, "b": CHANGES_MODEL}
-    (text,) = says(plan, effects, streams=None)
+    (text,) = says(apart(2), READ_THEN_CHANGED, streams=None)
     assert text == (
         "'a' on iteration i must come after 'b' on iteration i - 1, but always comes before it, "
         "and both touch state 'model' (read after write): move 'a' from stage 0 to 1 or later, or "
         '\'b\' from stage 2 to 1 or earlier, and add cross_iter_deps=[("a", "b", 1)]; or, if '
         "reads may be 2 behind, say stale={'model': 2}"
     )
-    assert not says(replace(plan, stale={"model": 2}), effects, streams=None)
-    (further,) = says(replace(plan, stale={"model": 1}), effects)
+    assert not says(apart(2, stale={"model": 2}), READ_THEN_CHANGED, streams=None)
+    (further,) = says(apart(2, stale={"model": 1}), READ_THEN_CHANGED)
     assert "iteration i - 2, but always comes before it" in further
 
 
 def test_staleness_must_not_be_a_matter_of_luck() -> None:
     """One thread may run ahead of the other: what it reads depends on by how much."""
     plan = two(TaskSchedule(thread_group="io"), TaskSchedule(stage=1), stale={"model": 1})
-    effects = {"a": READS_MODEL, "b": CHANGES_MODEL}
+    effects = READ_THEN_CHANGED
     (text,) = says(replace(plan, deps=[("b", "a")]), effects)
     assert text == (
         "'a' on iteration i may come before or after 'b' on iteration i - 1, and both touch "
@@ -306,20 +313,15 @@ def test_the_older_state_is_offered_only_where_the_two_meet_in_one_period() -> N
 
 def test_a_read_of_what_the_next_iteration_wrote_may_be_meant() -> None:
     """The mirror of a stale read; the message says how to allow it."""
-    plan = PipelinePlan({"a": TaskSchedule(stage=0), "b": TaskSchedule(stage=1)}, order=["a", "b"])
-    effects = {"a": CHANGES_MODEL, "b": READS_MODEL}
-    (text,) = says(plan, effects, streams=None)
-    assert text == (
-        "'a' on iteration i must come after 'b' on iteration i - 1, but always comes before it, "
-        'and both touch state \'model\' (write after read): to add cross_iter_deps=[("a", "b", 1)] '
-        "would make a cycle ('a' after 'b' after 'a'): take out what puts 'a' first, or move 'a' "
-        "to stage 1 or later, and add it; or, if reads may be 1 ahead, say newer={'model': 1}"
+    (text,) = says(apart(1), CHANGED_THEN_READ, streams=None)
+    assert text.endswith(
+        '(write after read): to add cross_iter_deps=[("a", "b", 1)] would make a cycle '
+        "('a' after 'b' after 'a'): take out what puts 'a' first, or move 'a' to stage 1 or "
+        "later, and add it; or, if reads may be 1 ahead, say newer={'model': 1}"
     )
-    assert not says(replace(plan, newer={"model": 1}), effects, streams=None)
-    assert says(replace(plan, stale={"model": 9}), effects, streams=None)
-    further = replace(plan.schedule["b"], stage=2)
-    two_ahead = replace(plan, schedule={**plan.schedule, "b": further}, newer={"model": 1})
-    (text,) = says(two_ahead, effects, streams=None)
+    assert not says(apart(1, newer={"model": 1}), CHANGED_THEN_READ, streams=None)
+    assert says(apart(1, stale={"model": 9}), CHANGED_THEN_READ, streams=None)
+    (text,) = says(apart(2, newer={"model": 1}), CHANGED_THEN_READ, streams=None)
     assert "iteration i - 2, but always comes before it" in text
     assert text.endswith("if reads may be 2 ahead, say newer={'model': 2}")
 

@@ -13,13 +13,11 @@ from typing import NamedTuple
 import torch
 
 from swpipe.testing.simulated import device_module, load
-from swpipe.testing.simulated.build import seconds as build_seconds
 from swpipe.testing.simulated.build import why_not
 
 __all__ = [
     "Gate",
     "Work",
-    "build_seconds",
     "charging",
     "clear_log",
     "gate",

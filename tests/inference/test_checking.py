@@ -377,7 +377,7 @@ def test_who_says_nothing_is_seen_to_touch_what_is_said_to_be_apart(
         pipe.run(batches())
     text = str(caught.value)
     assert "'silent' " + ("writes" if writes else "reads") + " state 'table' on iteration 0" in text
-    assert f"'look' says that others do not: others={others!r}" in text
+    assert f"'look' declares that others do not: others={others!r}" in text
     read = [tasks[0], PipelineTask("silent", lambda ctx: setattr(ctx, "y", table + 1))]
     if others == "r":
         with SWPipeline(plan, read, device="cpu") as pipe:
@@ -559,7 +559,7 @@ def test_how_many_orders_are_asked_does_not_grow_with_the_depth(
 
 def test_what_is_noted_does_not_grow_with_the_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places whose memory or iteration is gone are dropped."""
-    monkeypatch.setattr("swpipe.inference.places._MOST_DEAD", 60)
+    monkeypatch.setattr("swpipe.inference.pruned_dict._SPARE", 60)
     training = Training()
     pipe = checked(on_threads("forward", "step", "backward", **RIGHT), training.tasks)
     with pipe:

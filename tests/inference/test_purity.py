@@ -248,6 +248,15 @@ def kept(job: Job) -> Callable[[Any], Any]:
     return decode
 
 
+@lie("writes to slices that overlap, and are never the same", "writes state .unnamed memory")
+def sliced(job: Job) -> Callable[[Any], Any]:
+    def decode(ctx: Any) -> Tensor:
+        job.counts[ctx.iter_idx : ctx.iter_idx + 2].add_(1.0)
+        return job.looked_up(ctx)
+
+    return decode
+
+
 @pytest.mark.parametrize(("name", "run"), [*zip(LIES, cycle(RUNS))])
 def test_a_lie_stops_within_two_iterations(name: str, run: Run) -> None:
     """The error names the task and what it touched, and says what pure means.

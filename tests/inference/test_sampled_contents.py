@@ -118,7 +118,7 @@ def test_modes_of_the_user_do_not_see_it() -> None:
 
 def test_what_is_known_does_not_grow_with_the_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task has new batches in each of them."""
-    monkeypatch.setattr(sampled_contents, "_MOST_KEPT", 50)
+    monkeypatch.setattr("swpipe.inference.pruned_dict._SPARE", 50)
     contents, kept = SampledContents(CpuDevice()), torch.ones(8)
     for iteration in range(200):
         contents.compare(iteration, used(kept, torch.ones(3)))

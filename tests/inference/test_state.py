@@ -356,6 +356,29 @@ def test_a_saved_tensor_is_not_read_through_another_reference() -> None:
     assert ("look", "backward_and_show", 1) in orders(found)
 
 
+def test_memory_that_the_next_iteration_writes_in_place_is_read_as_state() -> None:
+    """A task that reads the memory through the context comes before that write."""
+
+    class Kept(nn.Module):
+        last: torch.Tensor | None = None
+
+        def clear(self, ctx: Any) -> None:
+            if self.last is not None:
+                self.last.zero_()
+
+        def keep(self, ctx: Any) -> None:
+            ctx.y = ctx.batch + 1
+            self.last = ctx.y
+
+        def show(self, ctx: Any) -> None:
+            ctx.shown = ctx.y * 2
+
+    kept = Kept()
+    found = recorded(kept.clear, kept.keep, kept.show, batch=BATCH, state={"Kept": kept})
+    assert reads(found, "show") == {"ctx.y", "Kept.last"}
+    assert ("clear", "show", 1) in orders(found)
+
+
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_a_reused_buffer_is_read_by_backward(iterations: int) -> None:
     """The next iteration writes where backward reads; one iteration alone does not show that."""
@@ -438,6 +461,19 @@ def test_keeping_an_output_does_not_make_readers_of_the_state() -> None:
     found = recorded(keep, show, batch=BATCH)
     assert reads(found, "show") == {"ctx.loss"}
     assert orders(found) == {("show", "keep", 0)}
+
+
+def test_memory_that_only_the_task_that_makes_it_uses_is_no_state() -> None:
+    """A task that keeps a tensor of each iteration needs no order."""
+    history: list[torch.Tensor] = []
+
+    def keep(ctx: Any) -> None:
+        history.append(ctx.batch.sum())
+
+    found = recorded(keep, batch=BATCH)
+    assert len(history) == 4  # two iterations show the state, and two are recorded
+    assert writes(found, "keep") == set()
+    assert orders(found) == set()
 
 
 def test_parameters_can_share_a_storage_and_equal_names_are_numbered() -> None:

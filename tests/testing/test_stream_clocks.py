@@ -67,12 +67,12 @@ def compare(seed: int) -> None:
                 assert clocks.includes(other, of, number) == expected
 
 
-def history() -> tuple[StreamClocks, MemoryHistory[str]]:
+def history() -> tuple[StreamClocks, MemoryHistory]:
     clocks = StreamClocks()
     return clocks, MemoryHistory(clocks)
 
 
-def use(clocks: StreamClocks, stream: int, name: str, writes: bool, part: Bytes) -> Use[str]:
+def use(clocks: StreamClocks, stream: int, name: str, writes: bool, part: Bytes) -> Use:
     return Use(part, writes, stream, clocks.launch(stream), name)
 
 

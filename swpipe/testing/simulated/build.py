@@ -16,9 +16,11 @@ import torch
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]*"))
 MAIN = Path(__file__).with_name("backend.cpp")
 TORCH = Path(torch.__file__).parent
+LIMIT_S = 300.0
 OLDEST = "2.13"
 """The oldest torch that works; with torch 2.11 the device's kernels write past their buffers."""
-LIMIT_S = 300.0
+
+# torch's own ABI flag: a library that is built with another one cannot be loaded.
 FLAGS = (
     "-std=c++20",
     "-O1",
@@ -34,7 +36,7 @@ FLAGS = (
 
 
 class BuildError(RuntimeError):
-    """An error for device source that does not compile."""
+    """The error for a device whose source does not compile."""
 
 
 def why_not() -> str | None:
@@ -57,7 +59,7 @@ def why_not() -> str | None:
 def compiler() -> str | None:
     """Return the path of the C++ compiler: the first of $CXX, g++ and clang++ that is installed."""
     names = (os.environ.get("CXX"), "g++", "clang++")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def library() -> Path:
@@ -83,13 +85,8 @@ def library() -> Path:
     return built
 
 
-def seconds() -> float | None:
-    """Return the seconds that the cached library took to build, or None if they are unknown."""
-    noted = library().with_suffix(".seconds")
-    return float(noted.read_text()) if noted.exists() else None
-
-
 def _build(built: Path) -> None:
+    """Compile the device into a file."""
     begin = time.monotonic()
     part = built.with_suffix(".part")
     # The libraries in FLAGS[-2:] must follow the source that uses their symbols.
@@ -103,7 +100,6 @@ def _build(built: Path) -> None:
     if done.returncode:
         raise BuildError(f"{MAIN.name} does not compile:\n{done.stderr[-4000:]}")
     seconds = time.monotonic() - begin
-    built.with_suffix(".seconds").write_text(f"{seconds:.1f}")
     # rename is atomic: no process loads a library that is only partly written.
     part.rename(built)
     sys.stderr.write(f"built the simulated device in {seconds:.1f} s: {built}\n")

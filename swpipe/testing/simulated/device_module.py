@@ -42,31 +42,29 @@ def make() -> ModuleType:
         for generator in generators:
             generator.manual_seed(seed)
 
-    functions = (
-        current_device,
-        get_rng_state,
-        set_rng_state,
-        manual_seed,
-        manual_seed_all,
-    )
-    for function in functions:
-        setattr(module, function.__name__, function)
-    module.default_generators = generators  # type: ignore[attr-defined]
-    module.is_available = lambda: True  # type: ignore[attr-defined]
-    module.is_initialized = lambda: True  # type: ignore[attr-defined]
-    module.device = lambda device: torch.accelerator.device_index(index_of(device))  # type: ignore[attr-defined]
-    module.device_count = lambda: DEVICES  # type: ignore[attr-defined]
-    module.set_device = torch.accelerator.set_device_index  # type: ignore[attr-defined]
-    module.synchronize = torch.accelerator.synchronize  # type: ignore[attr-defined]
-    module.current_stream = torch.accelerator.current_stream  # type: ignore[attr-defined]
-    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]  # type: ignore[attr-defined]
     # torch.cuda._gpu_trace and CallbackRegistry are private; torch reports events and streams of a
     # device to registries of these names in the device's module.
     registries = [name for name in vars(_gpu_trace) if name.endswith("Callbacks")]
-    module._gpu_trace = SimpleNamespace(  # type: ignore[attr-defined]
-        **{name: CallbackRegistry(f"sim {name}") for name in registries}
+    vars(module).update(
+        current_device=current_device,
+        get_rng_state=get_rng_state,
+        set_rng_state=set_rng_state,
+        manual_seed=manual_seed,
+        manual_seed_all=manual_seed_all,
+        default_generators=generators,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device=lambda device: torch.accelerator.device_index(index_of(device)),
+        device_count=lambda: DEVICES,
+        set_device=torch.accelerator.set_device_index,
+        synchronize=torch.accelerator.synchronize,
+        current_stream=torch.accelerator.current_stream,
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        _gpu_trace=SimpleNamespace(
+            **{name: CallbackRegistry(f"sim {name}") for name in registries}
+        ),
+        # Private names that torch looks up before it seeds or initializes a device.
+        _is_in_bad_fork=ops.is_forked,
+        _lazy_init=lambda: None,
     )
-    # Private names that torch looks up before it seeds or initializes a device.
-    module._is_in_bad_fork = ops.is_forked  # type: ignore[attr-defined]
-    module._lazy_init = lambda: None  # type: ignore[attr-defined]
     return module

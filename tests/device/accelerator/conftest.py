@@ -15,13 +15,6 @@ from tests import backend
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def pytest_report_header() -> list[str]:
-    """How long the test backend took to build, where that is known."""
-    nobody = torch.cuda.is_available() or backend.why_not()
-    seconds = None if nobody else backend.build_seconds()
-    return [] if seconds is None else [f"test backend: built in {seconds:.0f} s"]
-
-
 @pytest.fixture(autouse=True)
 def clean_device() -> Iterator[None]:
     """No test finds the work or the memory of another."""

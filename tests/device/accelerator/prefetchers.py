@@ -50,6 +50,22 @@ def train(weight: Tensor, batch: Tensor) -> Tensor:
     return loss
 
 
+def steps(
+    model: nn.Module, side: torch.Stream, *, waits: bool, begin: Callable[[], object] = int
+) -> Iterator[Tensor]:
+    """Training steps on all batches, each after ``begin``; the optimizer waits for a stream."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches():
+        begin()
+        loss = model(batch.to(DEVICE, non_blocking=True)).sum()
+        loss.backward()
+        if waits:
+            torch.accelerator.current_stream().wait_stream(side)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+
+
 @with_faults("no wait", "waits for itself", "no record_stream")
 def apex_data_prefetcher(fault: str) -> Iterator[Tensor]:
     """A ``next()`` that waits, hands out, and preloads the next batch on a stream of its own."""
@@ -238,28 +254,22 @@ def torchtitan_staging(fault: str) -> Iterator[Tensor]:
     """Parameters are staged to pinned memory on a stream of their own, beside backward."""
     main, side = streams()
     model = nn.Linear(SIZE, 1).to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     staged = [torch.empty_like(p, device="cpu").pin_memory() for p in model.parameters()]
-    for batch in batches():
+
+    def stage() -> None:
         side.wait_stream(main)
         with side, torch.no_grad():
             for host, parameter in zip(staged, model.parameters(), strict=True):
                 host.copy_(parameter, non_blocking=True)
-        loss = model(batch.to(DEVICE, non_blocking=True)).sum()
-        loss.backward()
-        if not fault:
-            main.wait_stream(side)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+
+    return steps(model, side, waits=not fault, begin=stage)
 
 
 @with_faults("the step does not wait")
 def gradient_hooks(fault: str) -> Iterator[Tensor]:
     """A hook reduces each gradient in place on a stream of its own, while backward goes on."""
-    main, side = streams()
+    _, side = streams()
     model = nn.Sequential(nn.Linear(SIZE, 8), nn.Linear(8, 1)).to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def reduce(parameter: Tensor) -> None:
         side.wait_stream(torch.accelerator.current_stream())
@@ -270,14 +280,7 @@ def gradient_hooks(fault: str) -> Iterator[Tensor]:
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(reduce)
-    for batch in batches():
-        loss = model(batch.to(DEVICE)).sum()
-        loss.backward()
-        if not fault:
-            main.wait_stream(side)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    return steps(model, side, waits=not fault)
 
 
 @with_faults("no event in the queue")

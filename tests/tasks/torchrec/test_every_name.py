@@ -48,6 +48,7 @@ from tests.tasks.torchrec.models import (
 from tests.tasks.torchrec.trial import (
     EXACT,
     Outcome,
+    Restarting,
     TrainPipelineBase,
     by_torchrec,
     create,
@@ -452,24 +453,10 @@ def loading_is_exact_after_a_drain_and_in_flight_exact_or_refused(name: str) -> 
     return found
 
 
-class _Anew(Iterator[Batch]):
-    """After its end it begins again, as that of a loader with persistent workers."""
-
-    def __init__(self) -> None:
-        self._left = batches(3)
-
-    def __next__(self) -> Batch:
-        try:
-            return next(self._left)
-        except StopIteration:
-            self._left = batches(3)
-            raise
-
-
 @of(SPLIT)
 def an_iterator_that_begins_anew_gives_every_epoch(name: str) -> list[str]:
     """From the second on, no batch came."""
-    data = _Anew()
+    data = Restarting()
     with create(name) as pipeline:
         counts = [len(to_the_end(pipeline, data)) for _ in range(3)]
     return [] if counts == [3, 3, 3] else [str(counts)]

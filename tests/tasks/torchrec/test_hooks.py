@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from tests.tasks.torchrec.models import (
     everything,
     sharded,
 )
-from tests.tasks.torchrec.trial import Outcome, refusal, to_the_end
+from tests.tasks.torchrec.trial import Outcome, Restarting, refusal, to_the_end
 
 BASE, SPARSE, FUSED = (
     "TrainPipelineBase",
@@ -301,22 +301,8 @@ def test_batches_in_flight_are_those_of_the_pipeline(one_rank: Ranks) -> None:
     assert one_rank.run(_in_flight) == [[0, 0, 0, "ValueError: planted", 0]]
 
 
-class _Anew(Iterator[Batch]):
-    """After its end it begins again, as that of a loader with persistent workers."""
-
-    def __init__(self) -> None:
-        self._left = batches(3)
-
-    def __next__(self) -> Batch:
-        try:
-            return next(self._left)
-        except StopIteration:
-            self._left = batches(3)
-            raise
-
-
 def _epochs() -> list[int]:
-    pipeline, data = made(stops_together(ours.TrainPipelineSparseDist)), _Anew()
+    pipeline, data = made(stops_together(ours.TrainPipelineSparseDist)), Restarting()
     return [len(to_the_end(pipeline, data)) for _ in range(3)]
 
 

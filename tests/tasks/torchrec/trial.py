@@ -82,6 +82,20 @@ class Outcome:
         return found + [name for name in mine if not torch.equal(mine[name], theirs[name])]
 
 
+class Restarting(Iterator[Batch]):
+    """Three batches, again and again: an iterator that restarts, as with persistent workers."""
+
+    def __init__(self) -> None:
+        self._left = batches(3)
+
+    def __next__(self) -> Batch:
+        try:
+            return next(self._left)
+        except StopIteration:
+            self._left = batches(3)
+            raise
+
+
 def to_the_end(pipeline: Any, data: Iterator[Batch]) -> list[Tensor]:
     """Every output, until StopIteration."""
     outputs = []
