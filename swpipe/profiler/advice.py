@@ -251,17 +251,17 @@ class _Advisor:
 
     def _others(self) -> Iterator[PipelinePlan]:
         """Yield plans to compare with the measured one, the simplest first."""
-        plans = [*self._overlapping()]
-        yield from plans
         # Only with costs of each iteration can the simulator see that more iterations in flight
         # help.
-        if self._costs.iterations:
-            if self.plan.max_stage or self.plan.pull_group is not None:
-                plans.insert(0, self.plan)
-            ahead = 1
-            while ahead <= MOST_AHEAD:
-                yield from (replace(plan, pipeline_depth=plan.depth + ahead) for plan in plans)
-                ahead *= 2
+        powers = MOST_AHEAD.bit_length() if self._costs.iterations else 0
+        ahead = [2**power for power in range(powers)]
+        # They are simpler than other threads, and come first.
+        if self.plan.max_stage or self.plan.pull_group is not None:
+            yield from (_deeper(self.plan, more) for more in ahead)
+        plans = [*self._overlapping()]
+        yield from plans
+        for more in ahead:
+            yield from (_deeper(plan, more) for plan in plans)
 
     def _overlapping(self) -> Iterator[PipelinePlan]:
         """Yield plans with as many iterations in flight as the mean costs need."""
@@ -362,6 +362,11 @@ def _limit(limit: Limit) -> str:
 
 
 # -------------------------------------------------------------------------------------- plans
+
+
+def _deeper(plan: PipelinePlan, more: int) -> PipelinePlan:
+    """Return a plan with so many more iterations in flight."""
+    return replace(plan, pipeline_depth=plan.depth + more)
 
 
 def _in_one_stage(plan: PipelinePlan) -> PipelinePlan:

@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from swpipe import DeclaredIO, IterContext, PipelinePlan, PipelineTask, TaskSchedule
+from swpipe.reporting.examination import _repeated_rows
 from tests.profiler.sleepers import contend, sleeper
 from tests.reporting.examined import examined, rules
 from tests.support.bare import bare_environment
@@ -173,14 +174,14 @@ class Streamed(IterableDataset[Tensor]):
 def test_workers_that_all_read_the_whole_are_found() -> None:
     """Not those that share the rows, nor where rows are equal anyway, nor one worker."""
 
-    def found(workers: int = 2, **given: Any) -> bool:
-        loader = DataLoader(Streamed(**given), 4, num_workers=workers)
-        return ("repeated-rows", "loader") in rules(examined(training(), loader, rounds=2))
+    def loader(workers: int = 2, **given: Any) -> DataLoader[Tensor]:
+        return DataLoader(Streamed(**given), 4, num_workers=workers)
 
-    assert found(parts=False)
-    assert not found(parts=True)
-    assert not found(parts=False, value=0.0)
-    assert not found(1, parts=False)
+    found = rules(examined(training(), loader(parts=False), rounds=2))
+    assert ("repeated-rows", "loader") in found
+    assert not [*_repeated_rows(loader(parts=True), 2)]
+    assert not [*_repeated_rows(loader(parts=False, value=0.0), 2)]
+    assert not [*_repeated_rows(loader(1, parts=False), 1)]
 
 
 def test_workers_that_are_too_slow_are_no_finding(host: TimedHost) -> None:
