@@ -19,46 +19,50 @@ _logger = logging.getLogger("swpipe")
 
 
 class FirstPass:
-    """A count of the pulls of a loop's first pass; methods are called by one thread at a time.
-
-    Attributes:
-        pulls: The number of pulls.
-        waited: The number of pulls that waited for the body, because loader or body draws.
-        seconds: The time that all pulls took.
-        beside: The time of the pulls that ran beside the body.
-    """
+    """A count of the pulls of a loop's first pass; methods are called by one thread at a time."""
 
     def __init__(self) -> None:
-        self.pulls = self.waited = 0
-        self.seconds = self.beside = 0.0
-        self._begun = time.perf_counter(), time.process_time()
+        self._told = False
+        self.begin()
 
-    def note(self, seconds: float, *, alone: bool, waited: bool) -> None:
-        """Count a pull that has ended."""
-        self.pulls += 1
-        self.waited += waited
-        self.seconds += seconds
-        self.beside += 0 if alone else seconds
+    def begin(self) -> None:
+        """Begin a pass; those before it were not complete, or were reported."""
+        self._pulls = 0
+        self._waited = 0  # pulls that waited for the body, because loader or body draws
+        self._took_s = 0.0
+        self._beside_s = 0.0  # the time of the pulls that ran beside the body
+        self._begun_s = time.perf_counter()
+        self._used_s = time.process_time()
+
+    def note(self, begun_s: float, *, alone: bool, waited: bool) -> None:
+        """Count a pull that ends now."""
+        took_s = time.perf_counter() - begun_s
+        self._pulls += 1
+        self._waited += waited
+        self._took_s += took_s
+        self._beside_s += 0 if alone else took_s
 
     def tell(self, why: str) -> None:
-        """Log a warning at the end of the pass if the loader gained little from running ahead.
+        """Log a warning after the first complete pass if running ahead has gained little.
 
         Args:
             why: Who draws random numbers, and what to declare.
         """
+        if self._told:
+            return
+        self._told = True
         lines = []
-        if self.waited > _SHARE * self.pulls:
+        if self._waited > _SHARE * self._pulls:
             lines.append(
-                f"{self.waited} of {self.pulls} batches were made in turn with the body, since "
-                f"{why}; {self.beside:.2g} of the {self.seconds:.2g} s that the loader took were "
-                "beside it"
+                f"{self._waited} of {self._pulls} batches were made in turn with the body, since "
+                f"{why}; {self._beside_s:.2g} of the {self._took_s:.2g} s that the loader took "
+                "were beside it"
             )
-        begun, used = self._begun
         # Without a spare core, a loader that runs beside the body slows the body down.
-        wall = time.perf_counter() - begun
+        wall_s = time.perf_counter() - self._begun_s
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        share = (time.process_time() - used) / wall
-        if wall > _LONG_S and self.beside and cores and share > cores - _SPARE:
+        share = (time.process_time() - self._used_s) / wall_s
+        if wall_s > _LONG_S and self._beside_s and cores and share > cores - _SPARE:
             lines.append(f"no core was spare: this process used {share:.1f} of {cores}")
         if lines:
             _logger.warning("swpipe: after the first pass: %s", "; ".join(lines))

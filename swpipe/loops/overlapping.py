@@ -30,7 +30,6 @@ from swpipe.core.keywords import suggests_keywords
 from swpipe.core.loaders import (
     draws_in_mid_pass,
     draws_nothing,
-    generators_in_pass,
     is_apart,
     why_not_apart,
 )
@@ -42,12 +41,12 @@ from swpipe.device import BatchCopy, Device, gives_pinned, on_cpu, resolve
 from swpipe.errors import PlanError, Problem
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 from swpipe.loops.ahead_tasks import HAND_OVER, AheadTasks
-from swpipe.loops.draws import LoaderDraws, told_once
+from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.first_pass import FirstPass
-from swpipe.loops.live_loaders import goes_on, torchs
 from swpipe.loops.loader_data import LoaderData
-from swpipe.loops.loader_pass import LoaderPass, PulledLoader
+from swpipe.loops.loader_pass import LoaderPass
 from swpipe.loops.pass_generators import PassGenerators
+from swpipe.loops.pulled_loader import PulledLoader, torchs
 from swpipe.loops.resumable import ResumableLoop
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import copy_before, prefetch_plan
@@ -79,10 +78,10 @@ class Overlap:
         others = [n for n in self.plan.schedule if n not in (*self.ahead, HAND_OVER.name)]
         behind = [n for n in others if self.plan.schedule[n].thread_group != DEFAULT_GROUP]
         in_turn = [n for n in others if n not in behind]
-        lines = [f"ahead: {listed(names) if names else 'nothing'}"]
-        lines += [f"in turn: {listed(in_turn)}"] if in_turn else []
-        lines += [f"behind: {listed(behind)}"] if behind else []
-        return "\n".join([*map(wrapped, lines), *(wrapped(f"- {one}") for one in self.why)])
+        places = {"ahead": names or ["nothing"], "in turn": in_turn, "behind": behind}
+        lines = [f"{place}: {listed(tasks)}" for place, tasks in places.items() if tasks]
+        lines += [f"- {sentence}" for sentence in self.why]
+        return "\n".join(map(wrapped, lines))
 
 
 class OverlappedLoop(ResumableLoop[C]):
@@ -98,7 +97,6 @@ class OverlappedLoop(ResumableLoop[C]):
     """
 
     pipe: SWPipeline[C]
-    _told_first = False  # the first pass has ended and was reported
     _call = "overlap(loader, tasks, pull_ahead=True, draws=False)"
 
     def __init__(
@@ -144,34 +142,29 @@ class OverlappedLoop(ResumableLoop[C]):
             # Nothing is pulled ahead: all draws have the order of a plain loop, unwatched.
             draws = LoaderDraws(generators, said=True, known=known)
             return PulledLoader(loader, generators, draws, ahead=False)
-        names = generators.named(generators_in_pass(inner))
         return PulledLoader(
             loader,
             generators,
-            LoaderDraws(generators, names, said=self._draws, known=known),
+            LoaderDraws(generators, generators.own, said=self._draws, known=known),
             ahead=True,
             most=self.pipe.plan.depth,
             beside=True,
             # A loader that is apart makes its batches elsewhere, or from data that nobody writes.
             data=None if apart else LoaderData(inner),
+            first=FirstPass(),
         )
 
     def _begin(self, current: LoaderPass) -> None:
         self._ahead.begin = current.begin_batch
         current.begin(self.pipe.next_iteration)
-        # The pass may continue after an early leave: it keeps its counter then.
-        if self.overlap.loader_ahead and not self._told_first:
-            current.first = current.first or FirstPass()
 
     def _make_ready(self, current: LoaderPass) -> None:
         if not self.overlap.loader_ahead:
             return
         self._ahead.end_body()
         current.make_ready()
-        draws = self._pulled.draws
         # The body was seen to draw: all pulls are serial from now on, and the user should know why.
-        if draws.takes_turns_with_body and told_once(self._loader):
-            text = draws.why_in_turn(self._loader, self._call)
+        if text := self._pulled.draws.warning(self._loader, self._call):
             warnings.warn(text, RuntimeWarning, stacklevel=self._frames)
 
     def _next(self, current: LoaderPass) -> C:
@@ -189,13 +182,6 @@ class OverlappedLoop(ResumableLoop[C]):
         batch = current.take()
         return self.pipe.run_one_serial_iter(batch)
 
-    def _end(self, current: LoaderPass, *, failed: bool) -> None:
-        super()._end(current, failed=failed)
-        # Only a complete pass is reported: a part of one says little about the loader's share.
-        if current.first is not None and current.ended:
-            self._told_first = True
-            current.first.tell(self._pulled.draws.who_draws)
-
     def _drop(self, current: LoaderPass, *, failed: bool) -> None:
         super()._drop(current, failed=failed)
         self._ahead.drop()
@@ -205,7 +191,7 @@ class OverlappedLoop(ResumableLoop[C]):
         self.pipe.close()
         _pulled.pop(id(self._loader), None)
         # Only an iterator is dropped. Any other loader can begin a new pass after close().
-        if self._running is None and goes_on(self._loader) and self._pass is not None:
+        if self._running is None and self._pulled.goes_on and self._pass is not None:
             self._pass.close()
             self._pass = self._loaded = None
             self._loader = ()
@@ -396,7 +382,7 @@ def loop_over(
     pipe = SWPipeline(plan, tasks, effects=effects, **options)
     loop = kind(loader, found, pipe, functions, draws, keep_nothing)
     # A second loop over this iterator would miss the batches that this loop has pulled.
-    if ahead and goes_on(loader):
+    if ahead and loop._pulled.goes_on:
         _pulled[id(loader)] = loop
     return loop
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from swpipe._distributed.rank_checks import rank_count
 from swpipe.core.messages import counted, listed, shown
-from swpipe.loops.live_loaders import has_own_state
-from swpipe.loops.pass_generators import PassGenerators, is_default
+from swpipe.loops.pass_generators import is_default
+from swpipe.loops.pulled_loader import PulledLoader
 
 VERSION = 4
 
@@ -35,28 +35,27 @@ def complete(pipeline: Mapping[str, int], place: Mapping[str, Any]) -> dict[str,
 
 
 def checked_state(
-    state: object, owner: str, loader: Any, generators: PassGenerators, *, same_ranks: bool
+    state: object, owner: str, of: PulledLoader, *, same_ranks: bool
 ) -> Mapping[str, Any]:
     """Return a state that a loop of this kind has saved, or raise an error.
 
     Args:
         state: The state to check.
         owner: The name of the loop's class, for the message.
-        loader: The loop's loader.
-        generators: The loop's generators.
+        of: The loop's loader.
         same_ranks: Whether the state must be of as many ranks as this job has.
 
     Raises:
         ValueError: The state was not saved by a loop of this kind, or has changed since.
     """
-    if why := _why_not(state, loader, generators, same_ranks):
+    if why := _why_not(state, of, same_ranks):
         raise ValueError(
             f"the state is not one that {owner}.state_dict() returned for such a loop: {why}"
         )
     return state  # type: ignore[return-value]
 
 
-def _why_not(state: Any, loader: Any, generators: PassGenerators, same_ranks: bool) -> str:
+def _why_not(state: Any, of: PulledLoader, same_ranks: bool) -> str:
     # From the outermost property to the innermost: each test relies on the ones before it.
     if not isinstance(state, Mapping):
         return f"it is {shown(state)}"
@@ -82,18 +81,18 @@ def _why_not(state: Any, loader: Any, generators: PassGenerators, same_ranks: bo
         )
     # Default generators may differ by machine. A loader's own have to match one to one.
     own = {name for name in state["generators"] if not is_default(name)}
-    if unknown := own - generators.own:
+    if unknown := own - of.generators.own:
         return (
             f"it has {listed(sorted(unknown), most=3)}, and this loop has no such random "
             "generator: resume with a loader that is made in the same way"
         )
-    if missing := generators.own - own:
+    if missing := of.generators.own - own:
         return f"it has no state of {listed(sorted(missing), most=3)}"
-    if (state["loader"] is not None) != has_own_state(loader):
+    if (state["loader"] is not None) != of.has_state:
         kind = "one with" if state["loader"] is not None else "one without"
         return (
             f"it was saved of {kind} a state of its own, and the loader is a "
-            f"{type(loader).__name__}: resume with a loader of the same kind"
+            f"{type(of.loader).__name__}: resume with a loader of the same kind"
         )
     return ""
 

@@ -333,9 +333,7 @@ def test_a_look_at_the_generators_shows_each_draw(name: str) -> None:
     seed()
     before = generators.read(generators.defaults)
     for _ in range(5):
-        marks = generators.marks()
         DRAWS[name]()
-        assert marks is None or marks != generators.marks()
         now = generators.read(generators.defaults)
         assert len(changed(before, now)) == 1
         before = now
@@ -485,7 +483,8 @@ def test_a_pull_in_turn_does_not_begin_beside_one_that_is_ahead() -> None:
             return number
 
     for _ in range(20):
-        assert list(swpipe.ahead(Loader(), prefetch=1, device="cpu")) == [*range(40)]
+        loop = swpipe.ahead(Loader(), prefetch=1, draws=False, device="cpu")
+        assert list(loop) == [*range(40)]
 
 
 @pytest.mark.parametrize(
