@@ -103,8 +103,8 @@ class LoaderPass:
         of.draws.begin()
         if of.data is not None:
             of.data.begin()
-        if of.first is not None:
-            of.first.begin()
+        if of.times is not None:
+            of.times.begin()
         if saved is None:
             # The states are read before iter(loader): samplers may draw their seed in there.
             self._at_start = of.generators.read()
@@ -228,7 +228,9 @@ class LoaderPass:
             return not (self.is_ahead or self._pulling or self._open) and self._wants_turn()
 
     def _wants_turn(self) -> bool:
-        return self._of.beside and self._of.draws.wants_turn(self.pulled + 1)
+        of = self._of
+        quick = of.times is not None and self.pulled < of.times.serial
+        return of.beside and (quick or of.draws.wants_turn(self.pulled + 1))
 
     def take(self) -> Any:
         """Pull the next batch now, while nothing else of the loop runs.
@@ -453,8 +455,8 @@ class LoaderPass:
         try:
             return self._called(number, before, alone)
         finally:
-            if of.first is not None:
-                of.first.note(begin_s, alone=alone, waited=alone and of.draws.in_turn)
+            if of.times is not None:
+                of.times.note(begin_s, alone=alone, waited=alone and of.draws.in_turn)
             # In a finally block, because await_pull() would otherwise wait for a failed pull.
             with self._lock:
                 self._pulling = False

@@ -42,10 +42,10 @@ from swpipe.errors import PlanError, Problem
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 from swpipe.loops.ahead_tasks import HAND_OVER, AheadTasks
 from swpipe.loops.draws import LoaderDraws
-from swpipe.loops.first_pass import FirstPass
 from swpipe.loops.loader_data import LoaderData
 from swpipe.loops.loader_pass import LoaderPass
 from swpipe.loops.pass_generators import PassGenerators
+from swpipe.loops.pull_times import PullTimes
 from swpipe.loops.pulled_loader import PulledLoader, torchs
 from swpipe.loops.resumable import ResumableLoop
 from swpipe.pipeline import SWPipeline
@@ -142,16 +142,18 @@ class OverlappedLoop(ResumableLoop[C]):
             # Nothing is pulled ahead: all draws have the order of a plain loop, unwatched.
             draws = LoaderDraws(generators, said=True, known=known)
             return PulledLoader(loader, generators, draws, ahead=False)
+        plan = self.pipe.plan
+        groups = {entry.thread_group for entry in plan.schedule.values()}
         return PulledLoader(
             loader,
             generators,
             LoaderDraws(generators, generators.own, said=self._draws, known=known),
             ahead=True,
-            most=self.pipe.plan.depth,
+            most=plan.depth,
             beside=True,
             # A loader that is apart makes its batches elsewhere, or from data that nobody writes.
             data=None if apart else LoaderData(inner),
-            first=FirstPass(),
+            times=PullTimes(only_pulls=plan.pull_group == _GROUP and groups == {DEFAULT_GROUP}),
         )
 
     def _begin(self, current: LoaderPass) -> None:

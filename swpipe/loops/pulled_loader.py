@@ -16,9 +16,9 @@ from swpipe._values.stateful import has_state_dict
 from swpipe.core.loaders import SEQUENCES, unprepared
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 from swpipe.loops.draws import LoaderDraws
-from swpipe.loops.first_pass import FirstPass
 from swpipe.loops.loader_data import LoaderData
 from swpipe.loops.pass_generators import PassGenerators
+from swpipe.loops.pull_times import PullTimes
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class PulledLoader:
         most: The maximum number of these batches; 0 if there are none.
         data: The loader's data, if code of the loader makes batches in this process while the body
             runs; else None.
-        first: The report of the loop's first pass, if batches are pulled beside the body; else
-            None.
+        times: The times of the pulls, if batches are pulled beside the body; else None.
     """
 
     loader: Any
@@ -45,7 +44,7 @@ class PulledLoader:
     beside: bool = False
     most: int = 0
     data: LoaderData | None = None
-    first: FirstPass | None = None
+    times: PullTimes | None = None
 
     @cached_property
     def inner(self) -> Any:

@@ -431,10 +431,10 @@ class ResumableLoop(Generic[Out]):
         # A pass that was left in the body of its last batch counts as ended from here on, but
         # state_dict(rest=True) may still ask for its rest, which is empty.
         current.ended = current.ended or complete
-        report = self._pulled.first
-        # Only a complete pass is reported: a part of one says little about the loader's share.
-        if current.ended and report is not None:
-            report.tell(self._pulled.draws.who_draws)
+        times = self._pulled.times
+        # A part of a pass says little about the loader's share.
+        if current.ended and times is not None:
+            times.end(self._pulled.draws.who_draws)
 
     def _drop(self, current: LoaderPass, *, failed: bool) -> None:
         """Drop the batches in flight, if no task can have changed any state for them."""

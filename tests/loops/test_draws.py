@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Tensor
 import swpipe
 from swpipe.core.loaders import draws_nothing
 from swpipe.device import resolve
+from swpipe.loops import pull_times
 from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.pass_generators import PassGenerators, changed
 from tests.loops.ordinary_loops import Rows, batches
@@ -95,9 +96,9 @@ def test_a_loader_that_draws_beside_a_quiet_body_takes_turns_without_a_word() ->
 
 
 def test_a_loader_that_draws_nothing_is_ahead_of_a_quiet_body_from_the_fifth_batch_on() -> None:
-    """Four bodies run alone, to see whether they draw."""
+    """Four bodies run alone, to see whether they draw; no later pull waits."""
     mine = threading.get_ident()
-    assert [one == mine for one in swpipe.ahead(thread_of_pulls(12))] == [True] * 5 + [False] * 7
+    assert [one == mine for one in swpipe.ahead(thread_of_pulls(20))] == [True] * 5 + [False] * 15
 
 
 @pytest.mark.parametrize("draws", [False, True])
@@ -505,3 +506,25 @@ def test_after_the_first_pass_it_is_said_how_many_pulls_waited(
     lines = [one.getMessage() for one in caplog.records if "in turn" in one.getMessage()]
     assert len(lines) == bool(told)
     assert all(re.search(told, line) for line in lines)
+
+
+@pytest.mark.parametrize("start_s", [0.0, 3600.0])
+def test_a_pass_that_takes_less_than_the_start_of_threads_is_serial(
+    start_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second one on, and as many batches as there were; not where functions run ahead."""
+    monkeypatch.setattr(pull_times, "_START_S", start_s)
+    mine = threading.get_ident()
+    size = 12
+
+    class Loader:
+        def __iter__(self) -> Iterator[int]:
+            return thread_of_pulls(size)
+
+    loop = swpipe.ahead(Loader(), draws=True, device="cpu")
+    assert [thread == mine for thread in loop] == [False] * 12
+    size = 15
+    assert [thread == mine for thread in loop] == [start_s > 0] * 13 + [False] * 2
+    loop = swpipe.ahead(Loader(), lambda thread: thread, draws=True, device="cpu")
+    for _ in range(2):
+        assert [thread == mine for thread in loop] == [False] * 15

@@ -1,4 +1,9 @@
-"""The report of a loop after its first pass: how much of the loader ran beside the body."""
+"""The times of the pulls of a pass: a report after the first pass, and a rule for the later ones.
+
+A loader that is ahead of the body hides at most its own time. If all pulls of a pass took less than
+the threads of the next pass take to start, as many pulls of that pass are serial: it starts no
+thread, unless it has more batches.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +20,30 @@ _LONG_S = 1.0
 _SPARE = 0.2
 """A part of a core: if less than this was idle, no core was spare."""
 
+_START_S = 5e-4
+"""Seconds that the threads of a pass take to start and to end, and its run to be made."""
+
 _logger = logging.getLogger("swpipe")
 
 
-class FirstPass:
-    """A count of the pulls of a loop's first pass; methods are called by one thread at a time."""
+class PullTimes:
+    """The times of the pulls of one pass; methods are called by one thread at a time.
 
-    def __init__(self) -> None:
+    Attributes:
+        serial: The number of pulls of a pass that are not worth a thread.
+
+    Args:
+        only_pulls: Whether the loop's threads do nothing but pull.
+    """
+
+    def __init__(self, *, only_pulls: bool = False) -> None:
+        self.serial = 0
+        self._only_pulls = only_pulls
         self._told = False
         self.begin()
 
     def begin(self) -> None:
-        """Begin a pass; those before it were not complete, or were reported."""
+        """Begin a pass."""
         self._pulls = 0
         self._waited = 0  # pulls that waited for the body, because loader or body draws
         self._took_s = 0.0
@@ -42,12 +59,13 @@ class FirstPass:
         self._took_s += took_s
         self._beside_s += 0 if alone else took_s
 
-    def tell(self, why: str) -> None:
-        """Log a warning after the first complete pass if running ahead has gained little.
+    def end(self, why: str) -> None:
+        """End a complete pass; log a warning after the first one if running ahead gained little.
 
         Args:
             why: Who draws random numbers, and what to declare.
         """
+        self.serial = self._pulls if self._only_pulls and self._took_s < _START_S else 0
         if self._told:
             return
         self._told = True
