@@ -74,8 +74,8 @@ class AheadTasks:
     Attributes:
         tasks: All tasks, with functions that add these checks.
         begin: A function of batch and iteration, called before the first task of each iteration.
-        drawn: The names of the tasks ahead that draw from generators of their own, by the
-            generator's id.
+        drawn: The tasks ahead that draw from a generator of their own: the name of the task and the
+            generator, by the generator's id.
 
     Args:
         tasks: All tasks, in serial order.
@@ -88,13 +88,13 @@ class AheadTasks:
         self, tasks: Sequence[PipelineTask], ahead: int, *, pulled_ahead: bool, workers: int
     ) -> None:
         self.begin: Callable[[Any, int], None] = lambda batch, iteration: None
-        self.drawn: dict[int, str] = {}
+        self.drawn: dict[int, tuple[str, torch.Generator]] = {}
         # Threads share this dictionary without a lock: an entry has one writer at a time, and
         # CPython's operations of dictionaries are atomic.
         self._iterations: dict[int, _Iteration] = {}
         self._of_body: _Iteration | None = None  # the iteration that the body has
-        self._generators: dict[int, torch.Generator] = {}  # by id
-        self._after: dict[int, Tensor] = {}  # their states after the iteration handed over last
+        # The states of these generators after the iteration that was handed over last.
+        self._after: dict[int, Tensor] = {}
         self._twice = _TWICE if workers > 1 else 0  # how many iterations are still to be copied
         # The copied contexts, and what the tasks have left of them the first time.
         self._again: list[tuple[Any, list[int]]] = []
@@ -128,18 +128,16 @@ class AheadTasks:
             except BaseException as error:  # noqa: BLE001 - raised by the first task behind
                 add_note(error, f"swpipe: raised by task {task.name!r}, iteration {number}")
                 iteration.failure = error
-            for name, generator in self._generators.copy().items():
-                iteration.states[name] = generator.get_state()
+            for key, (_, generator) in self.drawn.copy().items():
+                iteration.states[key] = generator.get_state()
             if last and iteration.given is not None:
                 self._note_left(ctx, iteration, iteration.given)
 
         def draws_from(generator: torch.Generator, number: int) -> None:
             """Note a generator of the task's own, seen in an iteration that has just run."""
-            name = id(generator)
-            self.drawn[name] = task.name
-            self._generators[name] = generator
+            self.drawn[id(generator)] = task.name, generator
             iteration = self._iterations.setdefault(number, _Iteration())
-            iteration.states[name] = generator.get_state()
+            iteration.states[id(generator)] = generator.get_state()
 
         if getattr(task.fn, "may_draw", False):
             run.draws_from = draws_from  # type: ignore[attr-defined]
@@ -185,25 +183,28 @@ class AheadTasks:
 
         @wraps(task.fn)
         def run(ctx: Any) -> None:
-            iteration = self._iterations.pop(ctx.iter_idx, None) or _Iteration()
-            if not self._ahead:
+            if self._ahead:
+                self._hand_over(ctx)
+            else:
                 self.begin(ctx.batch, ctx.iter_idx)
-            if iteration.failure is not None:
-                raise iteration.failure
-            self._check_left(ctx, iteration)
-            if len(self._again) >= _TWICE:
-                self.run_again()
             task.fn(ctx)
 
         return replace(task, fn=run)
 
-    def _check_left(self, ctx: Any, iteration: _Iteration) -> None:
-        """Raise an error if values are not as the tasks ahead have left them.
+    def _hand_over(self, ctx: Any) -> None:
+        """Give the body an iteration, if it is as the tasks ahead have left it.
 
         Raises:
             PlanError: The batch was modified, or memory of an earlier batch was used again.
+            BaseException: What a task ahead has raised.
         """
+        # A shortcut may replay all tasks ahead.
+        iteration = self._iterations.get(ctx.iter_idx) or _Iteration()
+        if iteration.failure is not None:
+            raise iteration.failure
+        # In this order, so that other threads find the iteration in one place or the other.
         self._of_body = iteration
+        self._iterations.pop(ctx.iter_idx, None)
         self._after = iteration.states
         given = iteration.given
         returned = iteration.returned
@@ -216,6 +217,8 @@ class AheadTasks:
         refilled = [*values] == iteration.names and not returned.are_those_of([*values.values()])
         if refilled or returned.written():
             raise self._used_again(ctx)
+        if len(self._again) >= _TWICE:
+            self.run_again()
 
     def run_again(self) -> None:
         """Run the tasks once more on the first iterations, if there are several workers.
@@ -273,8 +276,9 @@ class AheadTasks:
 
     def drop(self) -> None:
         """Forget the iterations in flight, and set the tasks' generators back to before them."""
-        for name, state in self._after.items():
-            self._generators[name].set_state(state)
+        for key, state in self._after.items():
+            _, generator = self.drawn[key]
+            generator.set_state(state)
         self._iterations.clear()
         self._of_body = None
 

@@ -71,8 +71,10 @@ def _layout(buffer: Any) -> tuple[int, int, Sequence[int]]:
     if isinstance(buffer, Tensor):
         if buffer.layout is not torch.strided or not buffer.is_cpu:
             return 0, 0, ()
-        steps = () if buffer.is_contiguous() else buffer.stride()
-        return buffer.data_ptr(), buffer.nbytes, [step * buffer.itemsize for step in steps]
+        if buffer.is_contiguous():
+            return buffer.data_ptr(), buffer.nbytes, ()
+        steps = [step * buffer.itemsize for step in buffer.stride()]
+        return buffer.data_ptr(), buffer.nbytes, steps
     if buffer.dtype.hasobject:
         return 0, 0, ()
     address: int = buffer.__array_interface__["data"][0]

@@ -281,7 +281,8 @@ class LoaderDraws:
         if number == 1:
             return
         if not alone:
-            self._note_either(drawn - self._generators.own, number)
+            if drawn and self._said is None:
+                self._note_either(drawn - self._generators.own, number)
             return
         drawn |= changed(before, self.after)
         where = ""
@@ -333,6 +334,8 @@ class LoaderDraws:
         settled = self.in_turn and self._body and not self._either
         if not (self._known or self._said is False or settled):
             compared = compared | self._generators.defaults
+        if not compared:
+            return compared
         before = self._seen
         self._seen = self._generators.read(compared)
         return changed(before, self._seen)
@@ -367,8 +370,6 @@ class LoaderDraws:
         self._refuse_either(self._body & self.names)
 
     def _note_either(self, names: frozenset[str], number: int) -> None:
-        if self._said is not None:
-            return
         for name in names:
             first = self._either.get(name, _Either(self._handed_out, 0)).batch
             self._either[name] = _Either(first, number)

@@ -22,8 +22,8 @@ An iterator cannot start a second pass: batches that were pulled and not handed 
 Guarantees
     - The loader is called by one thread at a time. If a pass is left during a pull, that pull ends
       before the next pull begins, and a batch of an iterator is kept.
-    - The caller and the pulling thread change shared attributes under a lock. No thread holds the
-      lock while the loader is called.
+    - The caller and the pulling thread change shared attributes under a lock, unless one thread
+      alone changes them, by one assignment. No thread holds the lock while the loader is called.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -52,8 +51,6 @@ ENDED = "ended"
 _LEFT_S = 600.0
 """Seconds that a pass waits for a pull of the previous pass to return."""
 
-_UNWATCHED = nullcontext()
-
 
 class LoaderPass:
     """A pass that has begun.
@@ -66,9 +63,9 @@ class LoaderPass:
         handed_out: The number of batches of this pass that the caller has received.
         ended: Whether the pass has no more batches; set by the loop.
         failure: The exception of the loader; the caller raises it at the end of the iterator.
-        dropped: Whether the batches in flight were dropped when the pass was left; set by the loop.
-        lost: Whether some of them were pulled ahead and do not come again.
+        lost: Whether batches that were pulled ahead were dropped, and do not come again.
         had_live_workers: Whether the pass uses worker processes of an earlier pass.
+        record: The pulls of the pass.
 
     Args:
         of: The loader, and how it is pulled.
@@ -84,11 +81,10 @@ class LoaderPass:
         self.handed_out = handed_out
         self.ended = False
         self.failure: BaseException | None = None
-        self.dropped = False
         self.lost = False
         self.had_live_workers = of.has_live_workers
         self._of = of
-        self._record = PassRecord(of)
+        self.record = PassRecord(of)
         # A Condition takes and releases a plain Lock in several steps; an RLock has methods for it.
         self._lock = threading.RLock()
         self._pulled_last = threading.Condition(self._lock)
@@ -99,23 +95,24 @@ class LoaderPass:
         # Incremented when the pass is left: a pull for an older part is cancelled.
         self._part = 0
         self._first = 0  # the number of the iteration that has the first batch of the pass
+        self._quick = 0  # the number of pulls that are not worth a thread
         self._sampling: list[Any] | None = None
         of.draws.begin()
         if of.data is not None:
             of.data.begin()
         if of.times is not None:
             of.times.begin()
+            self._quick = of.times.serial
         if saved is None:
             # The states are read before iter(loader): samplers may draw their seed in there.
             self._at_start = of.generators.read()
-            self._batches, self._loader_at_start = self._record.begin()
+            self._batches, self._loader_at_start = self.record.begin()
         else:
             self._at_start = saved["at_start"]
             self._loader_at_start = saved["loader_at_start"]
-            self._batches = begun_again(of, self._record, saved)
+            self._batches = begun_again(of, self.record, saved)
         self._prepared = PreparedCheck(self._batches) if of.ahead else None
         self._when_begun = of.generators.read()
-        self._is_own_iterator = self._batches is of.loader
         self.iterator = self._pull()
 
     def state_dict(self, *, check: bool) -> dict[str, Any]:
@@ -129,8 +126,8 @@ class LoaderPass:
         if of.beside and of.draws.compares:
             self.await_pull()
         with self._lock:
-            pulls = self._record.up_to(self.handed_out)
-            again = self._record.again(self.handed_out)
+            pulls = self.record.up_to(self.handed_out)
+            again = self.record.again(self.handed_out)
             # None means that no pass had begun; an empty dict, that one had begun without any pull.
             after_pull: States | None = None if self.pulled else {}
             # The generators are past the last batch if more was pulled, or if the end was found.
@@ -144,12 +141,12 @@ class LoaderPass:
                 "loader_at_start": self._loader_at_start,
                 "again": again if check else [(before, None) for before, _ in again],
                 "after_pull": after_pull,
-                "coming": self._record.coming(self.handed_out) if check else [],
+                "coming": self.record.coming(self.handed_out) if check else [],
                 **of.draws.state_dict(),
             }
         # Without the lock: a loader may take long to tell its state.
         if state["loader"] is None:
-            state["loader"] = self._record.ask()
+            state["loader"] = self.record.ask()
         return state
 
     @property
@@ -184,7 +181,7 @@ class LoaderPass:
         """
         of = self._of
         with self._lock:
-            self._record.end_body()
+            self.record.end_body()
             # What is read at the first request is compared later: the body may change it from now.
             if self._sampling is None:
                 self._sampling = read_in_pass(of.inner)
@@ -196,7 +193,7 @@ class LoaderPass:
     def _check_tensors(self) -> None:
         """Refuse a body that has used tensors of the loader, in which the two are not in turn."""
         draws = self._of.draws
-        used = self.stop_watching()
+        used = draws.tensors.end_body()
         if draws.in_turn:
             return
         if used:
@@ -208,14 +205,6 @@ class LoaderPass:
         # Both pulls around the body were serial, so only the body can have changed the tensors.
         if draws.watches(self.pulled) and draws.watches(self.pulled + 1):
             _refuse_changed(draws.tensors.changed())
-
-    def stop_watching(self) -> str:
-        """Stop watching the body, because it has ended or the pass is left.
-
-        Returns:
-            A description of a tensor that pulls write and the body has used; empty for none.
-        """
-        return self._of.draws.tensors.end_body()
 
     @property
     def is_in_turn(self) -> bool:
@@ -229,8 +218,8 @@ class LoaderPass:
 
     def _wants_turn(self) -> bool:
         of = self._of
-        quick = of.times is not None and self.pulled < of.times.serial
-        return of.beside and (quick or of.draws.wants_turn(self.pulled + 1))
+        quick = self.pulled < self._quick
+        return quick or (of.beside and of.draws.wants_turn(self.pulled + 1))
 
     def take(self) -> Any:
         """Pull the next batch now, while nothing else of the loop runs.
@@ -256,7 +245,7 @@ class LoaderPass:
         part = "" if are_same(sampling, now) else "the loader's sampler or dataset"
         if type(loader) is list:
             # A list that grew or shrank after its end was found would give other batches, too.
-            same = self._record.is_that_of(loader, self.handed_out)
+            same = self.record.is_that_of(loader, self.handed_out)
             if not same or (self._end_is_known and len(loader) != self.pulled):
                 part = "the list"
         _refuse_changed(part)
@@ -267,18 +256,18 @@ class LoaderPass:
         Raises:
             RuntimeError: The batch has changed, or the length of the loader or its dataset.
         """
+        # Without the lock: an entry of the record does not change any more.
         if self._of.data is not None:
-            with self._lock:
-                self._record.check_as_pulled(iteration - self._first + 1, batch)
-                _refuse_changed(self._of.data.changed)
+            self.record.check_as_pulled(iteration - self._first + 1, batch)
+            _refuse_changed(self._of.data.changed)
 
     def hand_out(self) -> None:
         """Count the next batch as received by the caller, whose body begins."""
-        with self._lock:
-            self.handed_out += 1
-            self._record.begin_body(self.handed_out)
-            if self._of.draws.watches(self.handed_out + 1):
-                self._of.draws.tensors.begin_body()
+        # Without the lock, and in this order: a pull that begins now finds the batch in use.
+        self.record.begin_body(self.handed_out + 1)
+        self.handed_out += 1
+        if self._of.draws.watches(self.handed_out + 1):
+            self._of.draws.tensors.begin_body()
 
     def end(self) -> None:
         """End the pass after its last batch: check that the loader has no more, as a ``for`` would.
@@ -310,15 +299,15 @@ class LoaderPass:
         # The failed iteration's batch counts as handed out: a new pass must not give it again.
         if failed and self.is_ahead:
             self.hand_out()
-            self.stop_watching()
+            self._of.draws.tensors.end_body()
         with self._lock:
-            self._record.leave(self.handed_out)
+            self.record.leave(self.handed_out)
+            self.fed = self.handed_out
             # The iterator continues in the next pass, and gives the dropped batches again. A thread
             # that still pulls for the old part is cancelled by the number of the part.
             if self._of.goes_on:
                 self._part += 1
                 self._open = False
-                self.fed = self.handed_out
                 self.iterator = self._pull()
                 return self._of.draws.drawn_by_either(self.handed_out)
             self.lost = self.is_ahead or self._pulling
@@ -330,7 +319,7 @@ class LoaderPass:
         draws = self._of.draws
         if either := draws.drawn_by_either(self.handed_out):
             return either
-        pulls = self._record.up_to(self.handed_out)
+        pulls = self.record.up_to(self.handed_out)
         after = pulls[-1].after if pulls else {}
         # Nothing to set back if the loader draws nothing, or has pulled nothing ahead.
         if not (draws.names and draws.after and (self.is_ahead or self._end_is_known)):
@@ -342,26 +331,22 @@ class LoaderPass:
         draws.begin()
         return frozenset()
 
-    def goes_on(self) -> bool:
+    def is_continued(self) -> bool:
         """Return whether a new pass continues this one.
 
         Raises:
             RuntimeError: Batches were dropped, and the loader is its own iterator; or tasks have
                 modified dropped batches that the loader would give again.
         """
-        if self.lost and self._is_own_iterator:
+        if self.lost and hasattr(type(self._of.loader), "__next__"):
             raise RuntimeError(
                 f"the loader ({type(self._of.loader).__name__}) is its own iterator, and batches "
                 "that were pulled ahead were dropped when the last pass was left: whether a new "
                 "pass begins anew or goes on is not known. Let its __iter__ be a generator, or "
                 "do not pull it ahead"
             )
-        self.check_modified()
+        self.record.check_modified()
         return self._of.goes_on and not self.ended
-
-    def check_modified(self) -> None:
-        """Raise an error if the loader may give dropped batches again that tasks have modified."""
-        self._record.check_modified()
 
     def undo(self) -> None:
         """Undo a pass that has begun without any pull: release it, and set its draws back."""
@@ -375,7 +360,7 @@ class LoaderPass:
         """Drop the loader's iterator, as a ``for`` does: a generator's ``finally`` runs."""
         with self._lock:
             self._batches = iter(())
-            self._record.release()
+            self.record.release()
             self._part += 1
             self._at_end = True
 
@@ -383,7 +368,7 @@ class LoaderPass:
         """Drop the loader itself, too, if it is an iterator: no other pass can follow."""
         self.release()
         self._of = replace(self._of, loader=())
-        self._record = PassRecord(self._of)
+        self.record = PassRecord(self._of)
 
     def begin(self, iteration: int) -> None:
         """Prepare the pass to give batches, also if it was left before.
@@ -413,9 +398,9 @@ class LoaderPass:
 
     # --------------------------------------------------------------- what the pulling thread does
 
-    def pull_alone(self, most: int) -> None:
-        """Pull until ``most`` batches of the pass are pulled, while nothing else runs."""
-        while self.pulled < most and not self._at_end and self._advance(alone=True):
+    def pull_first_alone(self) -> None:
+        """Pull the first two batches of the pass, while nothing else runs."""
+        while self.pulled < 2 and not self._at_end and self._advance(alone=True):
             pass
 
     def _pull(self) -> Iterator[Any]:
@@ -437,7 +422,7 @@ class LoaderPass:
             if part != self._part:
                 raise Cancelled
             self.fed += 1
-            return self._record.give(self.fed)
+            return self.record.give(self.fed)
 
     def _advance(self, *, alone: bool = False) -> bool:
         """Pull the next batch, and return whether there was one."""
@@ -447,7 +432,7 @@ class LoaderPass:
         with self._lock:
             if self._at_end:  # released after the thread had looked
                 raise Cancelled
-            self._record.begin_pull(self.handed_out)
+            self.record.begin_pull(self.handed_out)
             before = of.draws.before_pull(number, self.handed_out, alone=alone)
             self._pulling = True
         # The lock is not held here: a save or a break must not wait for a slow loader.
@@ -473,9 +458,12 @@ class LoaderPass:
         if data is not None:
             data.before_pull()
         try:
-            with draws.watching(number) if draws.watches(number) else _UNWATCHED:
+            if draws.watches(number):
+                with draws.watching(number):
+                    batch = next(self._batches)
+            else:
                 batch = next(self._batches)
-            self._record.check_coming(number, batch)
+            self.record.check_coming(number, batch)
         except StopIteration:
             ended = True
         except (KeyboardInterrupt, Cancelled):
@@ -486,18 +474,15 @@ class LoaderPass:
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
             failure = error
             ended = True
-        with self._lock:
-            draws.after_pull(number, before, alone=alone, batch=batch)
         if self._prepared is not None:
             self._prepared.after_pull()
             self._prepared = None  # only the first pull is checked
         if data is not None:
             data.after_pull()
-        pull = None
-        if not ended:
-            # Checksums may take a while, and the caller must not wait: computed without the lock.
-            pull = self._record.entry(number, batch, before, draws.after)
+        # Checksums may take a while, and the caller must not wait: computed without the lock.
+        pull = None if ended else self.record.entry(number, batch, before)
         with self._lock:
+            draws.after_pull(number, before, alone=alone, batch=batch)
             if self._at_end:  # released during the pull
                 return False
             if pull is None:
@@ -506,7 +491,8 @@ class LoaderPass:
                 self._at_end = True
                 self._end_is_known = failure is None
                 return False
-            self._record.add(number, pull, self.handed_out)
+            pull.after = draws.after
+            self.record.add(number, pull, self.handed_out)
             self.pulled = number
             return True
 

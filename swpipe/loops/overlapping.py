@@ -106,17 +106,15 @@ class OverlappedLoop(ResumableLoop[C]):
         pipe: SWPipeline[C],
         ahead: AheadTasks,
         draws: bool | None,
-        keep_nothing: bool,
     ) -> None:
         self.overlap = overlap
         self._ahead = ahead
         self._draws = draws
-        self._keep_nothing = keep_nothing
+        self._keep_nothing = draws is False
         super().__init__(pipe, loader)
 
     def __repr__(self) -> str:
-        head = f"<{type(self).__name__} over {type(self._loader).__name__}>"
-        return "\n".join([head, str(self.overlap)])
+        return f"<{type(self).__name__} over {type(self._loader).__name__}>\n{self.overlap}"
 
     def _repr_html_(self) -> str:
         """Return the tasks that run ahead, and the plan, as HTML for a notebook."""
@@ -124,7 +122,7 @@ class OverlappedLoop(ResumableLoop[C]):
 
     def _check_tasks(self) -> None:
         if self._ahead.drawn:
-            names = listed([repr(name) for name in dict.fromkeys(self._ahead.drawn.values())])
+            names = listed({repr(name): None for name, _ in self._ahead.drawn.values()})
             raise RuntimeError(
                 f"{names}: draws from a torch.Generator of its own, which is in no state of the "
                 "loop, and would draw other numbers after resuming. Let the dataset draw, or the "
@@ -184,9 +182,10 @@ class OverlappedLoop(ResumableLoop[C]):
         batch = current.take()
         return self.pipe.run_one_serial_iter(batch)
 
-    def _drop(self, current: LoaderPass, *, failed: bool) -> None:
-        super()._drop(current, failed=failed)
+    def _drop(self, current: LoaderPass, *, failed: bool) -> bool:
+        dropped = super()._drop(current, failed=failed)
         self._ahead.drop()
+        return dropped
 
     def close(self) -> None:
         """End the threads, and drop an iterator that was given: its ``finally`` may run."""
@@ -195,7 +194,8 @@ class OverlappedLoop(ResumableLoop[C]):
         # Only an iterator is dropped. Any other loader can begin a new pass after close().
         if self._running is None and self._pulled.goes_on and self._pass is not None:
             self._pass.close()
-            self._pass = self._loaded = None
+            self._pass = None
+            self._loaded = None
             self._loader = ()
             self._pulled = replace(self._pulled, loader=())
 
@@ -289,14 +289,12 @@ def overlap(
     where = resolve(device)
     if device is not None and not on_cpu(torch.device(where.name)):
         given = (copy_before(given, where), *given)
-    return loop_over(
+    loop: OverlappedLoop[C] = loop_over(
         OverlappedLoop,
         loader,
         given,
         pull_ahead=pull_ahead,
         draws=draws,
-        keep_nothing=pull_ahead is True or draws is False,
-        depth=None,
         keep=keep,
         device=where,
         seed=seed,
@@ -306,6 +304,9 @@ def overlap(
         run_ahead=run_ahead,
         workers=workers,
     )
+    # pull_ahead=True declares that the loader begins each pass anew, its workers included.
+    loop._keep_nothing |= pull_ahead is True
+    return loop
 
 
 def loop_over(
@@ -315,9 +316,8 @@ def loop_over(
     *,
     pull_ahead: bool | None,
     draws: bool | None,
-    keep_nothing: bool,
-    depth: int | None,
-    keep: Sequence[str] | None,
+    depth: int | None = None,
+    keep: Sequence[str] | None = None,
     workers: int = 1,
     handed: HandOver | None = None,
     **options: Any,
@@ -330,7 +330,6 @@ def loop_over(
         given: All tasks.
         pull_ahead: As for ``overlap``.
         draws: As for ``overlap``.
-        keep_nothing: Whether it is said that workers which live on draw and count nothing.
         depth: As in a plan; None for the default.
         keep: As in a plan.
         workers: As for ``overlap``.
@@ -382,7 +381,7 @@ def loop_over(
     found = Overlap(plan, tuple(one.name for one in leading), ahead, why)
     effects = {PULL: Effects() if ahead else UNKNOWN}
     pipe = SWPipeline(plan, tasks, effects=effects, **options)
-    loop = kind(loader, found, pipe, functions, draws, keep_nothing)
+    loop = kind(loader, found, pipe, functions, draws)
     # A second loop over this iterator would miss the batches that this loop has pulled.
     if ahead and loop._pulled.goes_on:
         _pulled[id(loader)] = loop

@@ -78,8 +78,12 @@ class PassGenerators:
         # The generators of accelerators are read only if a name asks for one: it takes longer.
         if not self._known.issuperset(names):
             devices = self._of_devices()
-        states = {n: self._state(n) if n in self._known else devices.get(n) for n in names}
-        return {name: state for name, state in states.items() if state is not None}
+        states = {}
+        for name in names:
+            state = self._state(name) if name in self._known else devices.get(name)
+            if state is not None:
+                states[name] = state
+        return states
 
     def _of_devices(self) -> States:
         found = self._device.generator_states()

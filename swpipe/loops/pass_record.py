@@ -19,8 +19,8 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, count, takewhile
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Pull:
     contents: Contents
     loader: Any
     before: States | None
-    after: States
+    after: States = field(default_factory=dict)
     batch: Any = None
 
     def release(self) -> None:
@@ -74,6 +74,7 @@ class PassRecord:
         self._may_come_again = of.goes_on or type(of.loader) in (list, tuple)
         self._compared = max(_COMPARED, of.workers)  # at least one batch of each worker
         self._pulls: dict[int, Pull] = {}  # by the number of the pull in the pass, from 1
+        self._last = 0  # the number of the last pull
         self._of_body: list[Contents] = []
         self._in_use: list[Contents] = []  # the contents in use when the last pull began
         self._state: Any = None  # the loader's state before the next pull, if it was asked
@@ -97,6 +98,7 @@ class PassRecord:
     def begin_again(self, pulls: list[Pull], saved: Mapping[str, Any]) -> None:
         """Go on after pulls that were made again, up to the place where a state was saved."""
         handed_out = saved["batches"]
+        self._last = handed_out
         self._pulls = dict(enumerate(pulls, handed_out - len(pulls) + 1))
         self._coming = dict(enumerate(saved["coming"], handed_out + 1))
         if saved["again"] or isinstance(self._of.loader, DataLoader):
@@ -114,8 +116,8 @@ class PassRecord:
         They are noted at the beginning because the body may be done with them at the end.
         """
         if self._of.data is not None:
-            ahead = (pull.contents for pull in self._ahead(handed_out))
-            self._in_use = [*self._of_body, *ahead]
+            ahead = [pull.contents for pull in self._ahead(handed_out)]
+            self._in_use = self._of_body + ahead
 
     def check_coming(self, number: int, batch: Any) -> None:
         """Raise an error if a batch is not as it was when the state was saved.
@@ -133,17 +135,16 @@ class PassRecord:
                 "batches do not matter, say load_state_dict(state, check=False)"
             )
 
-    def entry(self, number: int, batch: Any, before: States, after: States) -> Pull:
+    def entry(self, number: int, batch: Any, before: States) -> Pull:
         """Return the entry of a pull that has just ended. Called without the lock.
 
         Args:
             number: The number of the pull in the pass, from 1.
             batch: Its batch.
             before: The states of the loader's generators before the pull.
-            after: The states of the loader's generators after the pull.
         """
         contents = Contents(batch, containers=self._may_come_again)
-        pull = Pull(contents, self._state, before, after, batch)
+        pull = Pull(contents, self._state, before, batch=batch)
         self._state = None
         # The loader's first state is read after its first pull: it may have none before.
         if self._of.has_state and not self._pulls and pull.loader is None:
@@ -165,6 +166,7 @@ class PassRecord:
                 "pulled ahead and is still in use: let it make a new tensor for each batch"
             )
         self._pulls[number] = pull
+        self._last = number
         # Entries that no state can need any more go, so that their number stays bounded.
         if number % _ASKED == 0:
             first = self._first(handed_out)
@@ -273,8 +275,7 @@ class PassRecord:
 
     def _ahead(self, handed_out: int) -> list[Pull]:
         """Return the pulls after the batch that was handed out last."""
-        numbers = takewhile(self._pulls.__contains__, count(handed_out + 1))
-        return [self._pulls[number] for number in numbers]
+        return [self._pulls[number] for number in range(handed_out + 1, self._last + 1)]
 
     def _first(self, handed_out: int) -> int:
         """Return the latest pull that leaves enough batches to compare.

@@ -57,7 +57,7 @@ def begun_again(of: PulledLoader, record: PassRecord, saved: Mapping[str, Any]) 
     batches, pulls = _led_back(of, saved)
     after = {**saved["generators"], **(saved["after_pull"] or {})}
     of.generators.write(after)
-    pulls = pulls or [Pull(Contents(None), saved["loader"], None, {})]
+    pulls = pulls or [Pull(Contents(None), saved["loader"], None)]
     # The last pull is that of the batch handed out last: a save may follow at once.
     pulls[-1].after = after
     record.begin_again(pulls, saved)
@@ -117,7 +117,7 @@ def _pulled_again(
         state = copy.deepcopy(of.loader.state_dict()) if asked else own
         of.generators.write(before)
         for batch in islice(batches, 1):
-            pull = Pull(Contents(batch), state, before, {})
+            pull = Pull(Contents(batch), state, before)
             same = same and checksum in (None, pull.contents.checksum)
             pulls.append(pull)
     return pulls, same

@@ -73,12 +73,13 @@ class PulledTensors(TorchFunctionMode):
 
         Under a mode that the body has left in place, this one stays, and does nothing.
         """
-        # Modes form a stack, and only the top one can be removed. The two functions of torch._C are
-        # private (torch 2.13): torch.overrides has no public way to look at the top.
-        depth = torch._C._len_torch_function_stack()
-        if self._watched and depth and torch._C._get_function_stack_at(depth - 1) is self:
-            self.__exit__(None, None, None)
-        self._watched = ""
+        if self._watched:
+            self._watched = ""
+            # Modes form a stack, and only the top one can be removed. The two functions of torch._C
+            # are private (torch 2.13): torch.overrides has no public way to look at the top.
+            depth = torch._C._len_torch_function_stack()
+            if depth and torch._C._get_function_stack_at(depth - 1) is self:
+                self.__exit__(None, None, None)
         used = self._used_by_body
         self._used_by_body = ""
         return used

@@ -34,7 +34,7 @@ from swpipe.loops.loader_pass import BEGUN, ENDED, LEFT, RUNNING, LoaderPass
 from swpipe.loops.pass_generators import PassGenerators, names_told
 from swpipe.loops.place_in_pass import begun_at
 from swpipe.loops.pulled_loader import PulledLoader, torchs, with_state
-from swpipe.loops.saved_state import OF_PLACE, checked_state, complete
+from swpipe.loops.saved_state import NEW_PASS, OF_PLACE, complete, why_not_loaded
 from swpipe.pipeline import SWPipeline
 
 Out = TypeVar("Out", covariant=True)  # noqa: PLC0105 - as the other pipelines call it
@@ -175,7 +175,7 @@ class ResumableLoop(Generic[Out]):
                     f"iterations are in flight ({others}) that are not of this loop: finish their "
                     "iterator, or call drain(), before you save"
                 )
-            if not (current.ended or current.dropped):
+            if not current.ended:
                 self._count(current)
             # A caller that counts batches makes no request after the last one: the pass ends here.
             if self.counted and self._is_complete(current):
@@ -252,14 +252,10 @@ class ResumableLoop(Generic[Out]):
             self._check_loader(live=of.has_live_workers)
         now = of.generators.read()
         return {
-            "batches": 0,
+            **NEW_PASS,
             "at_start": now,
             "generators": now,
             "loader": of.loader.state_dict() if of.has_state else None,
-            "loader_at_start": None,
-            "again": [],
-            "after_pull": None,
-            "coming": [],
             **of.draws.state_dict(),
         }
 
@@ -285,9 +281,13 @@ class ResumableLoop(Generic[Out]):
         """
         self._refuse_running()
         of = self._pulled
-        state = checked_state(state, type(self).__name__, of, same_ranks=check)
+        if why := why_not_loaded(state, of, same_ranks=check):
+            raise ValueError(
+                f"the state is not one that {type(self).__name__}.state_dict() returned for such a "
+                f"loop: {why}"
+            )
         if self._pass is not None:
-            self._pass.check_modified()
+            self._pass.record.check_modified()
         of.draws.load_state_dict(state)
         # Live workers have drawn and counted since the save; the resumed pass starts new ones.
         of.end_workers()
@@ -345,7 +345,7 @@ class ResumableLoop(Generic[Out]):
             )
         if self._loaded is not None:
             current = LoaderPass(self._pulled, self._loaded)
-        elif current is None or not current.goes_on():
+        elif current is None or not current.is_continued():
             if current is not None:
                 self._check_lost(current)
                 current.await_pull()
@@ -363,7 +363,6 @@ class ResumableLoop(Generic[Out]):
             self._refuse_running()
             current = current or self._begun()
             current.life = RUNNING
-            current.dropped = False
             self._pass = current
             self._loaded = None
             runs = True
@@ -387,18 +386,18 @@ class ResumableLoop(Generic[Out]):
                     return
         finally:
             # This code runs at the end, after an early leave, and for a pass without any request.
-            if current is not None:
-                current.stop_watching()
-                if not runs:
-                    self._forget(current)
-                elif self._running is current:
+            if current is not None and not runs:
+                self._forget(current)
+            elif current is not None:
+                self._pulled.draws.tensors.end_body()
+                if self._running is current:
                     self._end(current, failed=failed)
 
     def _begin(self, current: LoaderPass) -> None:
         """Prepare a pass that begins or continues, before its first request."""
         # The second pull, before any task, shows which generators the loader draws from.
         if self._pulled.ahead and not current.pulled:
-            current.pull_alone(2)
+            current.pull_first_alone()
 
     def _make_ready(self, current: LoaderPass) -> None:
         """Prepare for the next iteration; subclasses implement this."""
@@ -413,14 +412,15 @@ class ResumableLoop(Generic[Out]):
         if isinstance(self._loader, AccelerateLoader | LoaderAround):
             self._loader.leave()
         complete = self._is_complete(current)
+        dropped = False
         if not current.ended:
             current.life = LEFT
-            self._drop(current, failed=failed)
+            dropped = self._drop(current, failed=failed)
             if complete and self.counted:
                 current.end()
         if current.ended:
             current.release()
-        elif current.dropped and (drawn := current.leave(failed=failed)):
+        elif dropped and (drawn := current.leave(failed=failed)):
             warnings.warn(
                 f"the pass was left, and the loader has drawn ahead from {names_told(drawn)}, from "
                 "which the loop draws, too, or may: what is drawn from now on is not what a plain "
@@ -436,19 +436,22 @@ class ResumableLoop(Generic[Out]):
         if current.ended and times is not None:
             times.end(self._pulled.draws.who_draws)
 
-    def _drop(self, current: LoaderPass, *, failed: bool) -> None:
-        """Drop the batches in flight, if no task can have changed any state for them."""
+    def _drop(self, current: LoaderPass, *, failed: bool) -> bool:
+        """Drop the batches in flight, and return True, if no task can have changed state for them.
+
+        Otherwise they stay in flight.
+        """
         pipe = self.pipe
         if not isinstance(pipe, SWPipeline) or self._changed_early():
-            return
+            return False
         if self._others_in_flight(current):
-            return
+            return False
         if self.counted and self._is_complete(current) and not pipe.closed:
             pipe.settle()  # this lets the pipeline find the end of the loader
         if not failed:  # an error has already dropped them, and leave() counts its iteration
             self._count(current)
         pipe.drop()
-        current.dropped = True
+        return True
 
     def _changed_early(self) -> bool:
         """Return whether tasks may have changed something for iterations in flight."""

@@ -16,10 +16,16 @@ from swpipe.loops.pulled_loader import PulledLoader
 
 VERSION = 4
 
-OF_PLACE = (
-    *("batches", "coming", "loader", "loader_at_start", "loader_draws", "in_turn", "again"),
-    *("at_start", "after_pull", "generators"),
-)
+NEW_PASS: Mapping[str, Any] = {
+    "batches": 0,
+    "coming": [],
+    "again": [],
+    "after_pull": None,
+    "loader_at_start": None,
+}
+"""What a state has if it leads to a new pass."""
+
+OF_PLACE = (*NEW_PASS, "loader", "loader_draws", "in_turn", "at_start", "generators")
 """The keys of a state that lead to a place in a pass."""
 
 _OF_LOADER = ("loader", "loader_at_start")
@@ -34,28 +40,14 @@ def complete(pipeline: Mapping[str, int], place: Mapping[str, Any]) -> dict[str,
     return {**state, "checksum": _checksum(state)}
 
 
-def checked_state(
-    state: object, owner: str, of: PulledLoader, *, same_ranks: bool
-) -> Mapping[str, Any]:
-    """Return a state that a loop of this kind has saved, or raise an error.
+def why_not_loaded(state: object, of: PulledLoader, *, same_ranks: bool) -> str:
+    """Return why a state cannot be loaded by a loop; empty if it can.
 
     Args:
         state: The state to check.
-        owner: The name of the loop's class, for the message.
         of: The loop's loader.
         same_ranks: Whether the state must be of as many ranks as this job has.
-
-    Raises:
-        ValueError: The state was not saved by a loop of this kind, or has changed since.
     """
-    if why := _why_not(state, of, same_ranks):
-        raise ValueError(
-            f"the state is not one that {owner}.state_dict() returned for such a loop: {why}"
-        )
-    return state  # type: ignore[return-value]
-
-
-def _why_not(state: Any, of: PulledLoader, same_ranks: bool) -> str:
     # From the outermost property to the innermost: each test relies on the ones before it.
     if not isinstance(state, Mapping):
         return f"it is {shown(state)}"
