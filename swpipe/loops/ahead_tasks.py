@@ -176,7 +176,7 @@ class AheadTasks:
         of_body = self._of_body
         ahead = [*self._iterations.copy().values()]
         used = ahead if of_body is None else [of_body, *ahead]
-        return [one for one in used if one.returned is not None]
+        return [iteration for iteration in used if iteration.returned is not None]
 
     def _behind(self, task: PipelineTask) -> PipelineTask:
         """Return the first task that does not run ahead, with its checks."""

@@ -99,7 +99,7 @@ def _sample(buffer: Any, most: int) -> bytes:
     size = buffer.itemsize
     if steps:
         items = total // size
-        found = []
+        sampled = []
         # The number of an item gives its index in each dimension.
         for number in (*range(0, items, max(1, total // most) | 1), items - 1):
             place = address
@@ -107,8 +107,8 @@ def _sample(buffer: Any, most: int) -> bytes:
             for length, step in zip(reversed(buffer.shape), reversed(steps), strict=True):
                 rest, index = divmod(rest, length)
                 place += index * step
-            found.append(ctypes.string_at(place, size))
-        return b"".join(found)
+            sampled.append(ctypes.string_at(place, size))
+        return b"".join(sampled)
     if total <= most:
         return ctypes.string_at(address, total)
     memory = memoryview((ctypes.c_ubyte * total).from_address(address))
@@ -178,7 +178,7 @@ class Contents:
         The first one is of the structure; the others are of shape, data type and sample of each
         tensor and array.
         """
-        forms = ((*one.shape, str(one.dtype), one.content[1]) for one in self._buffers)
+        forms = ((*b.shape, str(b.dtype), b.content[1]) for b in self._buffers)
         return [self._structure, *(crc32(repr(form).encode()) for form in forms)]
 
     def release(self) -> None:
@@ -211,12 +211,12 @@ class Contents:
 
     def renew(self) -> None:
         """Compare with the current contents from now on."""
-        buffers = [one.reference() for one in self._buffers]
+        buffers = [known.reference() for known in self._buffers]
         self._buffers = [Buffer.of(buffer) for buffer in buffers if buffer is not None]
 
     def written(self) -> list[Any]:
         """Return the tensors and arrays that were written since, and still exist."""
-        pairs = [(one.content, one.reference()) for one in self._buffers]
+        pairs = [(known.content, known.reference()) for known in self._buffers]
         return [now for content, now in pairs if now is not None and content_of(now) != content]
 
     def changed(self) -> list[Any]:

@@ -55,7 +55,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from swpipe.loops.generator_watch import GeneratorWatch
-from swpipe.loops.pass_generators import PassGenerators, States, changed, names_told
+from swpipe.loops.pass_generators import PassGenerators, States, changed, names_in_words
 from swpipe.loops.pulled_tensors import PulledTensors
 
 _ALONE = 5
@@ -96,7 +96,7 @@ _IN_TURN = (
 
 _WORKER = "else let a worker make its batches, by DataLoader(num_workers=1), or give it"
 
-_told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_warned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The loaders whose serial pulls a warning has reported, by id."""
 
 
@@ -124,7 +124,7 @@ class LoaderDraws:
     Args:
         generators: The generators of the loop.
         names: Generators that the loader draws from in any case.
-        said: ``draws=`` of the loop.
+        declared: ``draws=`` of the loop.
         known: Whether the loader's type tells that it draws from no other generator.
     """
 
@@ -133,7 +133,7 @@ class LoaderDraws:
         generators: PassGenerators,
         names: Iterable[str] = (),
         *,
-        said: bool | None = None,
+        declared: bool | None = None,
         known: bool = False,
     ) -> None:
         self.names = set(names)
@@ -141,7 +141,7 @@ class LoaderDraws:
         self.after: States = {}
         self.tensors = PulledTensors()
         self._generators = generators
-        self._said = said
+        self._declared = declared
         self._known = known
         self._body = set[str]()  # generators that the tasks or the body were seen to draw from
         self._seen: States = {}  # the states when they were last compared
@@ -153,7 +153,7 @@ class LoaderDraws:
         self._reads_all = False  # all states are read around the pull that is under way
         self._watch = GeneratorWatch(generators)
         # The number of first pulls that are serial and watched in the next pass.
-        self._first = 0 if known or said else _ALONE if said is None else _CHECKED
+        self._first = 0 if known or declared else _ALONE if declared is None else _CHECKED
         self._watched = set[int]()  # the numbers of these pulls in this pass
         self._traced = set[int]()  # those that are traced line by line
 
@@ -162,11 +162,11 @@ class LoaderDraws:
         self.after = {}
         self._seen = {}
         # An undecided draw stays open across passes, but no pull of this pass has made it.
-        self._either = {name: _Either(one.batch, 0) for name, one in self._either.items()}
+        self._either = {name: _Either(change.batch, 0) for name, change in self._either.items()}
         self._ahead = False
         if self._first:
             # Each later one costs two loads that are not hidden: only a declaration is worth it.
-            later = _LATER if self._said is False else ()
+            later = _LATER if self._declared is False else ()
             self._watched = {*range(1, self._first + 1), *later}
             # The first pulls of later passes are not traced, which would cost each pass some time.
             self._traced = self._watched - ({1} if self._first > 2 else {1, 2})
@@ -183,16 +183,16 @@ class LoaderDraws:
             loader: The loader.
             call: The call that makes the loop, with the declaration that the loader draws nothing.
         """
-        if self._said is not None or not (self.in_turn and self._body):
+        if self._declared is not None or not (self.in_turn and self._body):
             return ""
-        if _told.get(id(loader)) is loader:
+        if _warned.get(id(loader)) is loader:
             return ""
         with suppress(TypeError):  # a class with slots: the next loop warns again
-            _told[id(loader)] = loader
+            _warned[id(loader)] = loader
         torchs = isinstance(loader, DataLoader)
         else_ = f"{_WORKER if torchs else 'else give it'} a generator of its own and say the same"
         kind = type(loader).__name__
-        names = names_told(self._body)
+        names = names_in_words(self._body)
         return _IN_TURN.format(names=names, kind=kind, call=call, else_=else_)
 
     @property
@@ -244,9 +244,9 @@ class LoaderDraws:
         # A draw between two pulls that nearly touch counts as a draw of the second pull: to compare
         # the states at both ends would cost fast loaders more than it tells.
         if alone or time.perf_counter() - self._looked_s > _TOUCH_S:
-            found = self._changes()
+            names = self._changes()
             if number > 1:
-                self._note_body(found, handed_out)
+                self._note_body(names, handed_out)
         self._handed_out = handed_out
         self._ahead |= not alone
         first = number <= _ALONE or self.watches(number)
@@ -258,7 +258,7 @@ class LoaderDraws:
         """Watch the generators and tensors within the block, in which a watched pull is made."""
         self._watch.use = None
         # Where the two take turns, no body runs in between that could see what a pull sets back.
-        if number not in self._traced or (self.in_turn and self._said is None):
+        if number not in self._traced or (self.in_turn and self._declared is None):
             yield
             return
         self.tensors.begin_pull()
@@ -281,7 +281,7 @@ class LoaderDraws:
         if number == 1:
             return
         if not alone:
-            if drawn and self._said is None:
+            if drawn and self._declared is None:
                 self._note_either(drawn - self._generators.own, number)
             return
         drawn |= changed(before, self.after)
@@ -312,11 +312,12 @@ class LoaderDraws:
 
         This holds for a loader that is ahead and has no declaration.
         """
-        return self._said is None and not (self._known or self.in_turn)
+        return self._declared is None and not (self._known or self.in_turn)
 
     def drawn_by_either(self, handed_out: int) -> frozenset[str]:
         """Return the generators that a pull after this batch, or the body, may have drawn from."""
-        return frozenset(name for name, one in self._either.items() if one.pull > handed_out)
+        changes = self._either.items()
+        return frozenset(name for name, change in changes if change.pull > handed_out)
 
     def drawn_by_others(self) -> frozenset[str]:
         """Return the loader's generators that other code has drawn from since the last pull.
@@ -332,7 +333,7 @@ class LoaderDraws:
         compared = self._generators.own
         # If pulls are serial because the body draws, its further draws need not be found.
         settled = self.in_turn and self._body and not self._either
-        if not (self._known or self._said is False or settled):
+        if not (self._known or self._declared is False or settled):
             compared = compared | self._generators.defaults
         if not compared:
             return compared
@@ -346,10 +347,10 @@ class LoaderDraws:
         self._body |= names
         own = names & self._generators.own
         # Without a declaration, any draw of the body makes pulls serial: the loader may draw, too.
-        if self._said is None or (own and not self._ahead):
+        if self._declared is None or (own and not self._ahead):
             self.in_turn = True
         # Draws that come too late: the loader has used these generators ahead of the body.
-        late = own if self._said is not True else names
+        late = own if self._declared is not True else names
         if self._ahead and late:
             self._refuse(late, handed_out, _OWN_MEND if own else _ALONE_MEND)
         # In a plain loop, a later pull that may have drawn would come after this body.
@@ -358,14 +359,14 @@ class LoaderDraws:
 
     def _note_loader(self, names: frozenset[str], number: int, where: str) -> None:
         others = names - self._generators.own
-        if others and self._said is False:
+        if others and self._declared is False:
             raise RuntimeError(
-                f"draws=False says that the loader draws from no default generator, and pull "
-                f"{number} of the pass has drawn from {names_told(others)}{where}, or seeded it "
-                "and set it back. Leave draws= out, or give the loader a generator of its own"
+                "draws=False says that the loader draws from no default generator, and pull "
+                f"{number} of the pass has drawn from {names_in_words(others)}{where}, or seeded "
+                "it and set it back. Leave draws= out, or give the loader a generator of its own"
             )
         self.names |= names
-        if others and self._said is None:
+        if others and self._declared is None:
             self.in_turn = True
         self._refuse_either(self._body & self.names)
 
@@ -383,6 +384,6 @@ class LoaderDraws:
             self._refuse(either, min(self._either[name].batch for name in either), _MEND)
 
     def _refuse(self, names: Iterable[str], handed_out: int, mend: str) -> None:
-        words = names_told(names)
+        words = names_in_words(names)
         self._refused = _BOTH_DRAW.format(names=words, batch=max(1, handed_out), mend=mend)
         self._either.clear()

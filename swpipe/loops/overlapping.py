@@ -138,14 +138,14 @@ class OverlappedLoop(ResumableLoop[C]):
         known = draws_nothing(inner)
         if not self.overlap.loader_ahead:
             # Nothing is pulled ahead: all draws have the order of a plain loop, unwatched.
-            draws = LoaderDraws(generators, said=True, known=known)
+            draws = LoaderDraws(generators, declared=True, known=known)
             return PulledLoader(loader, generators, draws, ahead=False)
         plan = self.pipe.plan
         groups = {entry.thread_group for entry in plan.schedule.values()}
         return PulledLoader(
             loader,
             generators,
-            LoaderDraws(generators, generators.own, said=self._draws, known=known),
+            LoaderDraws(generators, generators.own, declared=self._draws, known=known),
             ahead=True,
             most=plan.depth,
             beside=True,
@@ -347,7 +347,7 @@ def loop_over(
         )
     # A random task seeds torch's default generators while it runs, and all threads share these:
     # the body, or another task, may draw from them at the same time. So it does not run ahead.
-    leading = tuple(takewhile(lambda one: one.pure and not one.random, given)) if ahead else ()
+    leading = tuple(takewhile(lambda t: t.pure and not t.random, given)) if ahead else ()
     behind = given[len(leading) :]
     why = (*_why_in_turn(loader, pull_ahead, unknown), *_why_behind(behind, ahead))
     if not ahead and pull_ahead is None:
@@ -378,10 +378,10 @@ def loop_over(
         why = ()
         plan = handed.plan(plan)
         tasks = handed.tasks(tasks, leading)
-    found = Overlap(plan, tuple(one.name for one in leading), ahead, why)
+    overlapped = Overlap(plan, tuple(t.name for t in leading), ahead, why)
     effects = {PULL: Effects() if ahead else UNKNOWN}
     pipe = SWPipeline(plan, tasks, effects=effects, **options)
-    loop = kind(loader, found, pipe, functions, draws)
+    loop = kind(loader, overlapped, pipe, functions, draws)
     # A second loop over this iterator would miss the batches that this loop has pulled.
     if ahead and loop._pulled.goes_on:
         _pulled[id(loader)] = loop
@@ -429,10 +429,10 @@ def _why_in_turn(
 
 
 def _why_behind(given: Sequence[PipelineTask], pulled: bool) -> Iterator[str]:
-    behind = [one for one in given if one is not HAND_OVER and not isinstance(one.fn, BatchCopy)]
-    undeclared = [repr(one.name) for one in behind if one.undeclared]
-    random = [repr(one.name) for one in behind if one.pure and one.random]
-    pure = [repr(one.name) for one in behind if one.pure and not one.random]
+    behind = [t for t in given if t is not HAND_OVER and not isinstance(t.fn, BatchCopy)]
+    undeclared = [repr(t.name) for t in behind if t.undeclared]
+    random = [repr(t.name) for t in behind if t.pure and t.random]
+    pure = [repr(t.name) for t in behind if t.pure and not t.random]
     if undeclared:
         yield (
             f"{listed(undeclared)}: of what they touch nothing is said, so they keep their order "

@@ -26,7 +26,7 @@ _TORCHS = "torch "
 
 _HOST = f"{_TORCHS}cpu"
 
-_TOLD = {"python": PYTHON, "numpy": NUMPY}
+_WORDS = {"python": PYTHON, "numpy": NUMPY}
 
 
 class PassGenerators:
@@ -41,7 +41,7 @@ class PassGenerators:
         device: The device whose default generators count, beside the CPU's.
     """
 
-    defaults = frozenset([_HOST, *_TOLD])
+    defaults = frozenset([_HOST, *_WORDS])
 
     def __init__(self, loader: Any, device: Device) -> None:
         self._places = own_generators(loader)
@@ -86,8 +86,8 @@ class PassGenerators:
         return states
 
     def _of_devices(self) -> States:
-        found = self._device.generator_states()
-        return {f"{_TORCHS}{device}": state for device, state in found.items()}
+        states = self._device.generator_states()
+        return {f"{_TORCHS}{device}": state for device, state in states.items()}
 
     def _state(self, name: str) -> Any:
         """Return the state of a generator of the host; None if there is none of that name."""
@@ -180,7 +180,7 @@ def _is_torchs(name: str) -> bool:
 
 def is_default(name: str) -> bool:
     """Return whether a generator is a default one, which the whole process shares."""
-    return _is_torchs(name) or name in _TOLD
+    return _is_torchs(name) or name in _WORDS
 
 
 def _state_of(generator: Any) -> Any:
@@ -223,11 +223,13 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[st
     )
 
 
-def _differ(one: Any, other: Any) -> bool:
-    return not torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one != other)
+def _differ(state: Any, other: Any) -> bool:
+    if isinstance(state, torch.Tensor):
+        return not torch.equal(state, other)
+    return bool(state != other)
 
 
-def names_told(names: Iterable[str]) -> str:
+def names_in_words(names: Iterable[str]) -> str:
     """Return the words for these generators in a message."""
-    words = (TORCH if _is_torchs(name) else _TOLD.get(name, name) for name in sorted(names))
+    words = (TORCH if _is_torchs(name) else _WORDS.get(name, name) for name in sorted(names))
     return listed([*dict.fromkeys(words)])

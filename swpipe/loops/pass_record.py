@@ -170,7 +170,7 @@ class PassRecord:
         # Entries that no state can need any more go, so that their number stays bounded.
         if number % _ASKED == 0:
             first = self._first(handed_out)
-            self._pulls = {known: one for known, one in self._pulls.items() if known >= first}
+            self._pulls = {n: entry for n, entry in self._pulls.items() if n >= first}
 
     def give(self, number: int) -> Any:
         """Return a batch, to be given to the pipeline."""
@@ -271,7 +271,7 @@ class PassRecord:
         if type(self._of.loader) in (list, tuple):
             rest = self._of.loader[handed_out + len(contents) : handed_out + self._of.most]
             contents += map(Contents, rest)
-        return [one.checksums for one in contents]
+        return [batch.checksums for batch in contents]
 
     def _ahead(self, handed_out: int) -> list[Pull]:
         """Return the pulls after the batch that was handed out last."""

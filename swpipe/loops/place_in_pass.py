@@ -161,9 +161,9 @@ def _of_state(loader: Any, state: Any) -> Iterator[None]:
         ) from error
 
 
-def _check_length(found: float, handed_out: int) -> None:
-    if found < handed_out:
+def _check_length(length: float, handed_out: int) -> None:
+    if length < handed_out:
         raise ValueError(
-            f"the loader has {found} batches, but {handed_out} were handed out before the state "
+            f"the loader has {length} batches, but {handed_out} were handed out before the state "
             "was saved: resume with the same data"
         )

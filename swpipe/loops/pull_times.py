@@ -39,7 +39,7 @@ class PullTimes:
     def __init__(self, *, only_pulls: bool = False) -> None:
         self.serial = 0
         self._only_pulls = only_pulls
-        self._told = False
+        self._reported = False
         self.begin()
 
     def begin(self) -> None:
@@ -66,9 +66,9 @@ class PullTimes:
             why: Who draws random numbers, and what to declare.
         """
         self.serial = self._pulls if self._only_pulls and self._took_s < _START_S else 0
-        if self._told:
+        if self._reported:
             return
-        self._told = True
+        self._reported = True
         lines = []
         if self._waited > _SHARE * self._pulls:
             lines.append(

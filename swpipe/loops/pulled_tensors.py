@@ -57,10 +57,11 @@ class PulledTensors(TorchFunctionMode):
         # Tensors of the batch belong to the body, which may use and change them.
         own = {_storage(buffer) for buffer in parts_of(batch)[0] if type(buffer) in _PLAIN}
         alive = [reference() for reference, _ in self._used.values()]
-        used = [one for one in alive if one is not None and _storage(one) not in own]
+        used = [tensor for tensor in alive if tensor is not None and _storage(tensor) not in own]
         self._used = {id(tensor): (weakref.ref(tensor), tensor._version) for tensor in used}
         storages = {*map(_storage, used)}
-        self._written = {key: one for key, one in self._written.items() if key in storages}
+        written = self._written.items()
+        self._written = {key: tensor for key, tensor in written if key in storages}
 
     def begin_body(self) -> None:
         """Watch the body, if pulls have written a tensor that it could use."""
@@ -115,10 +116,10 @@ class PulledTensors(TorchFunctionMode):
 
 
 def _tensors_in(args: Iterable[Any]) -> Iterator[Tensor]:
-    for one in args:
-        for each in one if type(one) is list or type(one) is tuple else (one,):
-            if type(each) in _PLAIN and each.layout is torch.strided and not each.is_inference():
-                yield each
+    for arg in args:
+        for part in arg if type(arg) is list or type(arg) is tuple else (arg,):
+            if type(part) in _PLAIN and part.layout is torch.strided and not part.is_inference():
+                yield part
 
 
 def _storage(tensor: Tensor) -> int:

@@ -31,7 +31,7 @@ from swpipe.inference.early_changes import early_changes
 from swpipe.loops.accelerate import AccelerateLoader
 from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.loader_pass import BEGUN, ENDED, LEFT, RUNNING, LoaderPass
-from swpipe.loops.pass_generators import PassGenerators, names_told
+from swpipe.loops.pass_generators import PassGenerators, names_in_words
 from swpipe.loops.place_in_pass import begun_at
 from swpipe.loops.pulled_loader import PulledLoader, torchs, with_state
 from swpipe.loops.saved_state import NEW_PASS, OF_PLACE, complete, why_not_loaded
@@ -82,7 +82,8 @@ class ResumableLoop(Generic[Out]):
 
     counted = False
     _keep_nothing = True  # the user declares that persistent workers draw and count nothing
-    _told_lost = _told_live = False
+    _warned_lost = False
+    _warned_live = False
     _frames = 3  # the stack frames between a warning and the code that iterates
 
     def __init__(
@@ -112,7 +113,7 @@ class ResumableLoop(Generic[Out]):
         # A pipeline of depth 1 pulls nothing ahead, so all draws have the order of a plain loop.
         pipe = self.pipe
         ahead = not isinstance(pipe, SWPipeline) or pipe.plan.depth > 1
-        draws = LoaderDraws(generators, generators.own if ahead else (), said=True)
+        draws = LoaderDraws(generators, generators.own if ahead else (), declared=True)
         return PulledLoader(self._loader, generators, draws, ahead)
 
     # ------------------------------------------------------------------------------ states
@@ -190,7 +191,7 @@ class ResumableLoop(Generic[Out]):
         if shared := current.drawn_by_others():
             raise RuntimeError(
                 "the loader and something else, a task or the body of the loop, draw from "
-                f"{names_told(shared)}, or may, and the loader has drawn ahead: call drain() "
+                f"{names_in_words(shared)}, or may, and the loader has drawn ahead: call drain() "
                 "before you save, let the loader's workers draw (DataLoader(num_workers=1)), or "
                 "give tasks random=True"
             )
@@ -218,8 +219,8 @@ class ResumableLoop(Generic[Out]):
                 "DataLoader(persistent_workers=False); or, if they draw and count nothing, save by "
                 "state_dict(check=False)"
             )
-        if self._pulled.lives_on and not self._told_live:
-            self._told_live = True
+        if self._pulled.lives_on and not self._warned_live:
+            self._warned_live = True
             warnings.warn(
                 "the loader's workers will live on in the next pass, in which no state can be "
                 "saved: let each pass have new ones, by DataLoader(persistent_workers=False); or, "
@@ -422,9 +423,9 @@ class ResumableLoop(Generic[Out]):
             current.release()
         elif dropped and (drawn := current.leave(failed=failed)):
             warnings.warn(
-                f"the pass was left, and the loader has drawn ahead from {names_told(drawn)}, from "
-                "which the loop draws, too, or may: what is drawn from now on is not what a plain "
-                "loop draws. Of a loader that draws alone say draws=True",
+                f"the pass was left, and the loader has drawn ahead from {names_in_words(drawn)}, "
+                "from which the loop draws, too, or may: what is drawn from now on is not what a "
+                "plain loop draws. Of a loader that draws alone say draws=True",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -466,8 +467,8 @@ class ResumableLoop(Generic[Out]):
         Raises:
             RuntimeError: Live workers have made dropped batches, and may draw or count.
         """
-        if left.lost and self._pulled.may_keep_rows and not self._told_lost:
-            self._told_lost = True
+        if left.lost and self._pulled.may_keep_rows and not self._warned_lost:
+            self._warned_lost = True
             warnings.warn(
                 "the last pass was left, and the batches that were pulled ahead were dropped. If "
                 "the loader goes on where it stopped, as a stream does, or a collate_fn that keeps "

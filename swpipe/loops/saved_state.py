@@ -91,17 +91,17 @@ def why_not_loaded(state: object, of: PulledLoader, *, same_ranks: bool) -> str:
 
 def _checksum(state: Mapping[str, Any]) -> int:
     """Return a checksum of all but the loader's own state, whatever containers a file uses."""
-    found = {name: one for name, one in state.items() if name not in ("checksum", *_OF_LOADER)}
-    return crc32(repr(_plain(found)).encode())
+    own = {key: value for key, value in state.items() if key not in ("checksum", *_OF_LOADER)}
+    return crc32(repr(_plain(own)).encode())
 
 
 def _plain(value: Any) -> Any:
     # Formats differ in their containers: JSON has no tuples, and torch.save keeps Tensors. So the
     # keys are sorted and sequences become lists.
     if isinstance(value, Mapping):
-        return sorted(f"{key!r}: {_plain(one)}" for key, one in value.items())
+        return sorted(f"{key!r}: {_plain(part)}" for key, part in value.items())
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(part) for part in value]
     if isinstance(value, Tensor):
         there = value.cpu().contiguous()
         # The bytes of a tensor, not its printed form, which leaves out values.
