@@ -19,9 +19,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.device import BatchCopy
 from swpipe.errors import PlanError, Problem, add_note
-from swpipe.loops.batch_memory import Parts
-from swpipe.loops.batches_ahead import BatchAsPulled
+from swpipe.loops.batch_memory import Contents
 
 HAND_OVER = PipelineTask("hand over", lambda ctx: None, reads=())
 """The task on the caller's thread, if all tasks of the loop run ahead."""
@@ -45,13 +44,28 @@ _WHOLE = 1 << 40
 """A number of bytes above the size of any batch: the checksum covers all of it."""
 
 
-class _Left(NamedTuple):
-    """An iteration as the tasks ahead have left it: its batch, and the values of its context."""
+@dataclass(slots=True)
+class _Iteration:
+    """An iteration that tasks ahead work on, or have left for the body.
 
-    number: int
-    given: BatchAsPulled
-    returned: BatchAsPulled
-    names: list[str]
+    Attributes:
+        given: The contents of the batch as its first task found it; None if a shortcut replays
+            that task.
+        in_use: The iterations that were in use when this one began.
+        copied: The context before its first task, to run the tasks on again; None if they are not.
+        failure: What a task has raised, for the first task behind.
+        names: The names of the attributes that the tasks have left.
+        returned: The contents of these attributes; None until the last task has run.
+        states: The states of the tasks' own generators after the iteration, by the generator's id.
+    """
+
+    given: Contents | None = None
+    in_use: Sequence[_Iteration] = ()
+    copied: Any = None
+    failure: BaseException | None = None
+    names: Sequence[str] = ()
+    returned: Contents | None = None
+    states: dict[int, Tensor] = field(default_factory=dict)
 
 
 class AheadTasks:
@@ -60,8 +74,8 @@ class AheadTasks:
     Attributes:
         tasks: All tasks, with functions that add these checks.
         begin: A function of batch and iteration, called before the first task of each iteration.
-        drawn: The names of the tasks ahead that draw from generators of their own, by the
-            generator's id.
+        drawn: The tasks ahead that draw from a generator of their own: the name of the task and the
+            generator, by the generator's id.
 
     Args:
         tasks: All tasks, in serial order.
@@ -74,145 +88,137 @@ class AheadTasks:
         self, tasks: Sequence[PipelineTask], ahead: int, *, pulled_ahead: bool, workers: int
     ) -> None:
         self.begin: Callable[[Any, int], None] = lambda batch, iteration: None
-        self.drawn: dict[int, str] = {}
-        # Threads share the dictionaries below without a lock. Their keys are iterations, unless
-        # noted: an entry has one writer at a time, and CPython's dict operations are atomic.
-        self._failures: dict[int, BaseException] = {}
-        self._given: dict[int, BatchAsPulled] = {}  # the batch as its first task found it
-        self._left: dict[int, _Left] = {}  # finished ahead, and not yet handed over
-        # The iterations that were in use when an iteration began.
-        self._in_use: dict[int, dict[int, _Left]] = {}
-        self._of_body: _Left | None = None  # the iteration that the body has
-        self._states: dict[int, dict[int, Tensor]] = {}  # of generators, after each iteration
-        self._generators: dict[int, torch.Generator] = {}  # by id
-        self._after: dict[int, Tensor] = {}  # the states after the iteration handed over last
+        self.drawn: dict[int, tuple[str, torch.Generator]] = {}
+        # Threads share this dictionary without a lock: an entry has one writer at a time, and
+        # CPython's operations of dictionaries are atomic.
+        self._iterations: dict[int, _Iteration] = {}
+        self._of_body: _Iteration | None = None  # the iteration that the body has
+        # The states of these generators after the iteration that was handed over last.
+        self._after: dict[int, Tensor] = {}
         self._twice = _TWICE if workers > 1 else 0  # how many iterations are still to be copied
-        self._copies: dict[int, Any] = {}  # contexts before their first task
-        self._again: list[tuple[Any, Parts]] = []  # these contexts, and the results of the tasks
-        self._functions = [task.fn for task in tasks[:ahead]]
-        self._names = [task.name for task in tasks[:ahead]]
-        self._mends = [
-            "device=" if isinstance(task.fn, BatchCopy) else f"pure=True of {task.name!r}"
-            for task in tasks[:ahead]
-        ]
-        self.tasks = tuple(
-            self._ahead(task) if number < ahead else self._behind(task) if number == ahead else task
-            for number, task in enumerate(tasks)
-        )
-        if not pulled_ahead:
-            self.tasks = tuple(tasks)
+        # The copied contexts, and what the tasks have left of them the first time.
+        self._again: list[tuple[Any, list[int]]] = []
+        self._ahead = tuple(tasks[:ahead])
+        self.tasks = tuple(tasks)
+        if pulled_ahead:
+            behind = self._behind(tasks[ahead])
+            self.tasks = (*map(self._before, self._ahead), behind, *tasks[ahead + 1 :])
 
-    def _ahead(self, task: PipelineTask) -> PipelineTask:
-        first = task.name == self._names[0]
-        last = task.name == self._names[-1]
+    def _before(self, task: PipelineTask) -> PipelineTask:
+        """Return a task that runs ahead, with its checks."""
+        first = task is self._ahead[0]
+        last = task is self._ahead[-1]
 
         @wraps(task.fn)
         def run(ctx: Any) -> None:
             number = ctx.iter_idx
-            if first:
-                self._check_batch(ctx)
-                self._given[number] = _contents(ctx.batch)
-                self._in_use[number] = self._used_now()
-                if self._twice:
-                    self._copies[number] = _copied(ctx)
+            iteration = self._iterations.setdefault(number, _Iteration())
             try:
+                if first:
+                    self.begin(ctx.batch, number)
+                    iteration.given = Contents(ctx.batch)
+                    iteration.in_use = self._used_now()
+                    if self._twice:
+                        iteration.copied = _copied(ctx)
                 # An iteration that has failed keeps its place, but runs no further task.
-                if number not in self._failures:
+                if iteration.failure is None:
                     task.fn(ctx)
             except (KeyboardInterrupt, Cancelled):
                 raise
             except BaseException as error:  # noqa: BLE001 - raised by the first task behind
                 add_note(error, f"swpipe: raised by task {task.name!r}, iteration {number}")
-                self._failures[number] = error
-            for name, generator in self._generators.copy().items():
-                self._states.setdefault(number, {})[name] = generator.get_state()
-            if last and number in self._given:  # not where a shortcut replays the first
-                self._note_left(ctx)
+                iteration.failure = error
+            for key, (_, generator) in self.drawn.copy().items():
+                iteration.states[key] = generator.get_state()
+            if last and iteration.given is not None:
+                self._note_left(ctx, iteration, iteration.given)
 
         def draws_from(generator: torch.Generator, number: int) -> None:
             """Note a generator of the task's own, seen in an iteration that has just run."""
-            name = id(generator)
-            self.drawn[name] = task.name
-            self._generators[name] = generator
-            self._states.setdefault(number, {})[name] = generator.get_state()
+            self.drawn[id(generator)] = task.name, generator
+            iteration = self._iterations.setdefault(number, _Iteration())
+            iteration.states[id(generator)] = generator.get_state()
 
         if getattr(task.fn, "may_draw", False):
             run.draws_from = draws_from  # type: ignore[attr-defined]
         return replace(task, fn=run)
 
-    def _note_left(self, ctx: Any) -> None:
+    def _note_left(self, ctx: Any, iteration: _Iteration, given: Contents) -> None:
         """Note the values that the tasks ahead have left of an iteration, and check their memory.
 
         If they are in memory of an iteration that is in use, the iteration fails.
         """
-        number = ctx.iter_idx
-        names = [*attributes(ctx)]
-        values = [*attributes(ctx).values()]
-        left = _Left(number, self._given.pop(number), _contents(values), names)
-        left.given.renew()
+        values = attributes(ctx)
+        iteration.names = [*values]
+        returned = Contents([*values.values()])
+        given.renew()
         # The body may have moved on since the first of these tasks began: what either time shows
         # in use is checked.
-        in_use = self._in_use.pop(number) | self._used_now()
-        for earlier in in_use.values():
-            if earlier.returned.is_used_again_by(left.returned):
-                again = not earlier.given.written()
-                error = self._used_again(number) if again else self._modified(number)
-                self._failures.setdefault(number, error)
-        self._left[number] = left
-        given = self._copies.pop(number, None)
-        if given is not None and number not in self._failures:
+        for earlier in (*iteration.in_use, *self._used_now()):
+            if earlier.returned is not None and earlier.returned.is_used_again_by(returned):
+                again = earlier.given is None or not earlier.given.written()
+                error = self._used_again(ctx) if again else self._modified(ctx)
+                iteration.failure = iteration.failure or error
+        iteration.in_use = ()
+        iteration.returned = returned
+        if iteration.copied is not None and iteration.failure is None:
             self._twice -= 1
-            self._again.append((given, Parts.of(values, _WHOLE)))
+            checksums = Contents([*values.values()], _WHOLE).checksums
+            self._again.append((iteration.copied, checksums))
+        iteration.copied = None
 
     def end_body(self) -> None:
         """Note that the body has ended, and with it the use of its values."""
         self._of_body = None
 
-    def _used_now(self) -> dict[int, _Left]:
-        """Return the iterations whose values the body or later tasks use, by number."""
+    def _used_now(self) -> list[_Iteration]:
+        """Return the iterations whose values the body or later tasks use."""
         of_body = self._of_body
-        return self._left.copy() if of_body is None else {of_body.number: of_body, **self._left}
+        ahead = [*self._iterations.copy().values()]
+        used = ahead if of_body is None else [of_body, *ahead]
+        return [iteration for iteration in used if iteration.returned is not None]
 
     def _behind(self, task: PipelineTask) -> PipelineTask:
+        """Return the first task that does not run ahead, with its checks."""
+
         @wraps(task.fn)
         def run(ctx: Any) -> None:
-            number = ctx.iter_idx
-            if not self._names:
-                self._check_batch(ctx)
-            if (failure := self._failures.pop(number, None)) is not None:
-                raise failure
-            self._check_left(ctx)
-            if len(self._again) >= _TWICE:
-                self.run_again()
+            if self._ahead:
+                self._hand_over(ctx)
+            else:
+                self.begin(ctx.batch, ctx.iter_idx)
             task.fn(ctx)
 
         return replace(task, fn=run)
 
-    def _check_batch(self, ctx: Any) -> None:
-        """Let an iteration fail whose batch is not as it was pulled."""
-        try:
-            self.begin(ctx.batch, ctx.iter_idx)
-        except RuntimeError as error:
-            self._failures[ctx.iter_idx] = error
-
-    def _check_left(self, ctx: Any) -> None:
-        """Raise an error if values are not as the tasks ahead have left them.
+    def _hand_over(self, ctx: Any) -> None:
+        """Give the body an iteration, if it is as the tasks ahead have left it.
 
         Raises:
             PlanError: The batch was modified, or memory of an earlier batch was used again.
+            BaseException: What a task ahead has raised.
         """
-        number = ctx.iter_idx
-        self._after = self._states.pop(number, {})
-        self._of_body = left = self._left.pop(number, None)
-        if left is not None and left.given.written():
-            raise self._modified(number)
-        if left is None:
+        # A shortcut may replay all tasks ahead.
+        iteration = self._iterations.get(ctx.iter_idx) or _Iteration()
+        if iteration.failure is not None:
+            raise iteration.failure
+        # In this order, so that other threads find the iteration in one place or the other.
+        self._of_body = iteration
+        self._iterations.pop(ctx.iter_idx, None)
+        self._after = iteration.states
+        given = iteration.given
+        returned = iteration.returned
+        if given is None or returned is None:
             return
-        # With an attribute deleted, since no later task uses it, the values cannot be compared.
-        values = attributes(ctx) if [*attributes(ctx)] == left.names else None
-        refilled = values is not None and left.returned.is_refilled([*values.values()])
-        if refilled or left.returned.written():
-            raise self._used_again(number)
+        if given.written():
+            raise self._modified(ctx)
+        # With an attribute deleted, since no later task uses it, the containers cannot be compared.
+        values = attributes(ctx)
+        refilled = [*values] == iteration.names and not returned.are_those_of([*values.values()])
+        if refilled or returned.written():
+            raise self._used_again(ctx)
+        if len(self._again) >= _TWICE:
+            self.run_again()
 
     def run_again(self) -> None:
         """Run the tasks once more on the first iterations, if there are several workers.
@@ -224,15 +230,15 @@ class AheadTasks:
         self._again = []
         self._twice = 0
         # Workers complete iterations in any order: sort them to name the first one that differs.
-        for ctx, left in sorted(again, key=lambda run: run[0].iter_idx):
+        for ctx, checksums in sorted(again, key=lambda run: run[0].iter_idx):
             try:
-                for function in self._functions:
-                    function(ctx)
+                for task in self._ahead:
+                    task.fn(ctx)
             except Exception:  # noqa: BLE001
                 # It may fail now for a reason of its own (a file that has gone), and the plain
                 # loop does not call it here: there is nothing to compare.
                 continue
-            if Parts.of([*attributes(ctx).values()], _WHOLE) != left:
+            if Contents([*attributes(ctx).values()], _WHOLE).checksums != checksums:
                 raise self._problem(
                     f"{self._listed} left something else of iteration {ctx.iter_idx} when run on "
                     "the same batch again, after those of other iterations: it keeps something "
@@ -244,38 +250,37 @@ class AheadTasks:
 
     @property
     def _listed(self) -> str:
-        return listed([repr(name) for name in self._names])
+        return listed([repr(task.name) for task in self._ahead])
 
-    def _modified(self, number: int) -> PlanError:
+    def _modified(self, ctx: Any) -> PlanError:
+        mends = [
+            "device=" if isinstance(task.fn, BatchCopy) else f"pure=True of {task.name!r}"
+            for task in self._ahead
+        ]
         return self._problem(
-            f"the batch of iteration {number} was modified in place, by the loop's body or a task "
-            f"of another iteration, after {self._listed} had run on it ahead: a pure task uses "
-            "what nobody else changes while the loop runs. Let the loader give each batch memory "
-            f"of its own, or leave out {listed(self._mends)}"
+            f"the batch of iteration {ctx.iter_idx} was modified in place, by the loop's body or a "
+            f"task of another iteration, after {self._listed} had run on it ahead: a pure task "
+            "uses what nobody else changes while the loop runs. Let the loader give each batch "
+            f"memory of its own, or leave out {listed(mends)}"
         )
 
-    def _used_again(self, number: int) -> PlanError:
+    def _used_again(self, ctx: Any) -> PlanError:
         return self._problem(
-            f"{self._listed} ran ahead and left memory of an earlier batch for iteration {number}, "
-            "or wrote what it had left, while the loop had not done with it: it returns a buffer "
-            "that it fills again. Let it make a new tensor or array for each batch"
+            f"{self._listed} ran ahead and left memory of an earlier batch for iteration "
+            f"{ctx.iter_idx}, or wrote what it had left, while the loop had not done with it: it "
+            "returns a buffer that it fills again. Let it make a new tensor or array for each batch"
         )
 
     def _problem(self, text: str) -> PlanError:
-        return PlanError([Problem(text, tuple(self._names))])
+        return PlanError([Problem(text, tuple(task.name for task in self._ahead))])
 
     def drop(self) -> None:
         """Forget the iterations in flight, and set the tasks' generators back to before them."""
-        for name, state in self._after.items():
-            self._generators[name].set_state(state)
-        by_iteration = self._failures, self._given, self._left, self._in_use, self._states
-        for kept in (*by_iteration, self._copies):
-            kept.clear()
+        for key, state in self._after.items():
+            _, generator = self.drawn[key]
+            generator.set_state(state)
+        self._iterations.clear()
         self._of_body = None
-
-
-def _contents(value: Any) -> BatchAsPulled:
-    return BatchAsPulled(value, keep=False)
 
 
 def _copied(ctx: Any) -> Any:

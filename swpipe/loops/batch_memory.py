@@ -1,4 +1,4 @@
-"""Checksums of the memory of batches: they show writes, and tell batches apart.
+"""The contents of batches, as checksums: they show writes, and tell batches apart.
 
 A tensor counts its modifications, except those through an array that shares its memory; an array
 counts none. So there is a checksum, too: of a sample of all memory on the host. A write between
@@ -8,7 +8,6 @@ the sampled bytes, to memory without a counter, is not detected.
 from __future__ import annotations
 
 import ctypes
-import math
 import sys
 import weakref
 from collections import Counter
@@ -21,14 +20,15 @@ import torch
 from torch import Tensor
 
 from swpipe._values.containers import has_record_stream
+from swpipe._values.fingerprint import same_node
 from swpipe._values.stateful import PLAIN
-from swpipe._values.walk import leaves_in, nodes_in, tensors_held
+from swpipe._values.walk import ValueNode, leaves_in, nodes_in, tensors_held
 
-_COMPARED_BYTES = 1024
+_SAMPLED = 1024
 """The approximate number of bytes that are sampled of a tensor or array; all if it has fewer."""
 
-_SAMPLED_BYTES = 256
-"""The number of bytes of a string that are compared."""
+_OF_STRING = 256
+"""The number of characters of a string that are compared."""
 
 _MOST_LEAVES = 256
 """The maximum number of numbers, strings, arrays and other objects of a batch that are compared."""
@@ -55,7 +55,7 @@ def parts_of(batch: Any) -> tuple[list[Any], int]:
     nodes = [*islice(nodes_in(batch), _MOST_LEAVES)]
     keys = islice(chain.from_iterable(node.keys for node in nodes), _MOST_LEAVES)
     plain = [
-        value[:_SAMPLED_BYTES] if isinstance(value, str | bytes) else value
+        value[:_OF_STRING] if isinstance(value, str | bytes) else value
         for value in (*leaves, *keys)
         if isinstance(value, PLAIN)
     ]
@@ -63,32 +63,29 @@ def parts_of(batch: Any) -> tuple[list[Any], int]:
     return buffers, crc32(repr((shape, plain)).encode())
 
 
-def _piece(buffer: Any) -> tuple[int, int] | None:
-    """Return address and size of contiguous memory, (0, 0) if not on the host; else None."""
+def _layout(buffer: Any) -> tuple[int, int, Sequence[int]]:
+    """Return the address of a buffer, its bytes, and the steps between items in each dimension.
+
+    There are no steps if the memory is contiguous. Of what is not on the host, all is 0.
+    """
     if isinstance(buffer, Tensor):
         if buffer.layout is not torch.strided or not buffer.is_cpu:
-            return 0, 0
-        return (buffer.data_ptr(), buffer.nbytes) if buffer.is_contiguous() else None
+            return 0, 0, ()
+        if buffer.is_contiguous():
+            return buffer.data_ptr(), buffer.nbytes, ()
+        steps = [step * buffer.itemsize for step in buffer.stride()]
+        return buffer.data_ptr(), buffer.nbytes, steps
     if buffer.dtype.hasobject:
-        return 0, 0
-    if buffer.flags.c_contiguous:
-        return buffer.__array_interface__["data"][0], buffer.nbytes
-    return None
-
-
-def _pieces(buffer: Any) -> tuple[int, tuple[int, ...]]:
-    """Return the address of the first item, and the steps between items, in bytes."""
-    if isinstance(buffer, Tensor):
-        return buffer.data_ptr(), tuple(step * buffer.itemsize for step in buffer.stride())
-    return buffer.__array_interface__["data"][0], buffer.strides
+        return 0, 0, ()
+    address: int = buffer.__array_interface__["data"][0]
+    return address, buffer.nbytes, () if buffer.flags.c_contiguous else buffer.strides
 
 
 def span_of(buffer: Any) -> tuple[int, int]:
     """Return the addresses of a buffer's first byte and behind its last one; equal if none."""
-    piece = _piece(buffer)
-    if piece is not None:
-        return piece[0], sum(piece)
-    address, steps = _pieces(buffer)
+    address, total, steps = _layout(buffer)
+    if not steps:
+        return address, address + total
     # Steps may be negative in an array (a[::-1]): its lowest address is before its first item.
     far = [(length - 1) * step for length, step in zip(buffer.shape, steps, strict=True)]
     before = sum(min(0, way) for way in far)
@@ -98,32 +95,30 @@ def span_of(buffer: Any) -> tuple[int, int]:
 
 def _sample(buffer: Any, most: int) -> bytes:
     """Return about ``most`` bytes from all over a buffer on the host; all if it has fewer."""
-    piece = _piece(buffer)
+    address, total, steps = _layout(buffer)
     size = buffer.itemsize
-    if piece is not None:
-        address, total = piece
-        if total <= most:
-            return ctypes.string_at(address, total)
-        memory = memoryview((ctypes.c_ubyte * total).from_address(address))
-        # An odd step visits different bytes of the items: an even one could see the same byte of
-        # each item only. The first and the last item are always sampled.
-        sample = memory[:: total // most | 1].tobytes()
-        return b"".join((sample, memory[:size].tobytes(), memory[-size:].tobytes()))
-    address, steps = _pieces(buffer)
-    items = math.prod(buffer.shape)
-    found = []
-    # Items that are not contiguous: the number of an item gives its index in each dimension.
-    for number in (*range(0, items, max(1, items * size // most) | 1), items - 1):
-        place = address
-        rest = number
-        for length, step in zip(reversed(buffer.shape), reversed(steps), strict=True):
-            rest, index = divmod(rest, length)
-            place += index * step
-        found.append(ctypes.string_at(place, size))
-    return b"".join(found)
+    if steps:
+        items = total // size
+        sampled = []
+        # The number of an item gives its index in each dimension.
+        for number in (*range(0, items, max(1, total // most) | 1), items - 1):
+            place = address
+            rest = number
+            for length, step in zip(reversed(buffer.shape), reversed(steps), strict=True):
+                rest, index = divmod(rest, length)
+                place += index * step
+            sampled.append(ctypes.string_at(place, size))
+        return b"".join(sampled)
+    if total <= most:
+        return ctypes.string_at(address, total)
+    memory = memoryview((ctypes.c_ubyte * total).from_address(address))
+    # An odd step visits different bytes of the items: an even one could see the same byte of each
+    # item only. The first and the last item are always sampled.
+    sample = memory[:: total // most | 1].tobytes()
+    return b"".join((sample, memory[:size].tobytes(), memory[-size:].tobytes()))
 
 
-def content_of(buffer: Any) -> Content:
+def content_of(buffer: Any, most: int = _SAMPLED) -> Content:
     """Return the version counter and the checksum that change when a buffer is written."""
     version = 0
     if isinstance(buffer, Tensor):
@@ -132,68 +127,111 @@ def content_of(buffer: Any) -> Content:
         except RuntimeError:
             # An inference tensor has no counter; is_inference() would release the interpreter lock.
             version = 0
-    return version, crc32(_sample(buffer, _COMPARED_BYTES))
+    return version, crc32(_sample(buffer, most))
 
 
 class Buffer(NamedTuple):
     """A tensor or array with its contents at some time.
 
     Attributes:
-        reference: A weak reference to it.
+        reference: A weak reference: what is only compared must not keep its memory.
+        shape: Its shape.
+        dtype: Its data type.
         content: The version counter and checksum at that time.
         begin: The address of its first byte on the host.
         end: The address behind its last byte.
     """
 
     reference: weakref.ref[Any]
+    shape: Sequence[int]
+    dtype: Any
     content: Content
     begin: int
     end: int
 
+    @classmethod
+    def of(cls, buffer: Any, most: int = _SAMPLED) -> Buffer:
+        """Return a tensor or array with its current contents."""
+        content = content_of(buffer, most)
+        reference = weakref.ref(buffer)
+        return cls(reference, buffer.shape, buffer.dtype, content, *span_of(buffer))
 
-def described(buffer: Any) -> Buffer:
-    """Return a tensor or array with its current contents."""
-    return Buffer(weakref.ref(buffer), content_of(buffer), *span_of(buffer))
 
+class Contents:
+    """The contents of a batch, or of other values, at some time.
 
-class Parts(NamedTuple):
-    """The checksums that tell a batch from others, in another process, too.
-
-    Attributes:
-        structure: A checksum of its containers, numbers and strings.
-        buffers: Shape, dtype and a checksum of a sample of each tensor and array.
+    Args:
+        batch: The batch.
+        most: About how many bytes of each tensor or array are sampled.
+        containers: Whether ``changed`` compares which objects the containers hold, too.
     """
 
-    structure: int
-    buffers: list[tuple[Sequence[int], Any, int]]
-
-    @classmethod
-    def of(cls, batch: Any, most: int = _COMPARED_BYTES) -> Parts:
-        """Return the checksums of a batch, from about ``most`` bytes of each tensor or array."""
-        buffers, structure = parts_of(batch)
-        return cls(
-            structure, [(one.shape, one.dtype, crc32(_sample(one, most))) for one in buffers]
-        )
+    def __init__(self, batch: Any, most: int = _SAMPLED, *, containers: bool = False) -> None:
+        buffers, self._structure = parts_of(batch)
+        self._buffers = [Buffer.of(buffer, most) for buffer in buffers]
+        self._nodes = [*nodes_in(batch)] if containers and not isinstance(batch, Tensor) else []
 
     @property
     def checksums(self) -> list[int]:
-        """The checksums as integers: the structure first, then one for each tensor or array."""
-        forms = ((*shape, str(dtype), sample) for shape, dtype, sample in self.buffers)
-        return [self.structure, *(crc32(repr(form).encode()) for form in forms)]
+        """The checksums that tell the batch from others, in another process, too.
+
+        The first one is of the structure; the others are of shape, data type and sample of each
+        tensor and array.
+        """
+        forms = ((*b.shape, str(b.dtype), b.content[1]) for b in self._buffers)
+        return [self._structure, *(crc32(repr(form).encode()) for form in forms)]
+
+    def release(self) -> None:
+        """Drop the containers, which hold the batch."""
+        self._nodes = []
+
+    @property
+    def checksum(self) -> int:
+        """One checksum of all parts."""
+        return crc32(repr(self.checksums).encode())
+
+    def is_used_again_by(self, later: Contents) -> bool:
+        """Return whether later contents are in memory of these, which was written since.
+
+        A buffer that is gone does not count: its memory is free for new batches.
+        """
+        for earlier in self._buffers:
+            for other in later._buffers:
+                if other.begin < earlier.end and earlier.begin < other.end:
+                    buffer = earlier.reference()
+                    if buffer is not None and content_of(buffer) != earlier.content:
+                        return True
+        return False
+
+    def are_those_of(self, batch: Any) -> bool:
+        """Return whether the batch has the same structure, numbers and contents of buffers."""
+        buffers, structure = parts_of(batch)
+        contents = [buffer.content for buffer in self._buffers]
+        return structure == self._structure and contents == [*map(content_of, buffers)]
+
+    def renew(self) -> None:
+        """Compare with the current contents from now on."""
+        buffers = [known.reference() for known in self._buffers]
+        self._buffers = [Buffer.of(buffer) for buffer in buffers if buffer is not None]
+
+    def written(self) -> list[Any]:
+        """Return the tensors and arrays that were written since, and still exist."""
+        pairs = [(known.content, known.reference()) for known in self._buffers]
+        return [now for content, now in pairs if now is not None and content_of(now) != content]
+
+    def changed(self) -> list[Any]:
+        """Return the buffers that were written, and the containers that hold other values now."""
+        now = [(node, ValueNode.of(node.value)) for node in self._nodes]
+        return self.written() + [node.value for node, after in now if not same_node(node, after)]
 
 
-def checksum_of(parts: Parts) -> int:
-    """Return one checksum of all parts of a batch."""
-    return crc32(repr(parts.checksums).encode())
-
-
-def has_parts(batch: Any, saved: Sequence[int]) -> bool:
+def has_checksums(batch: Any, saved: Sequence[int]) -> bool:
     """Return whether a batch still has the parts of which checksums were saved.
 
     Parts may have been added to an object with a ``record_stream`` method: reading it may compute
     attributes.
     """
-    now = Parts.of(batch).checksums
+    now = Contents(batch).checksums
     # torchrec's KeyedJaggedTensor, for one, computes offsets from its lengths when they are read.
     if any(has_record_stream(type(node.value)) for node in nodes_in(batch)):
         return Counter(saved[1:]) <= Counter(now[1:])

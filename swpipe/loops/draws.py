@@ -16,9 +16,10 @@ loader's type, or declared (``draws=``), or observed:
     not declared           WATCHED ──> AHEAD ──┐      a state changes, whoever changed it
                               └────────────────┴──> IN TURN, from then on
 
-    WATCHED     pulls 2 to 5 of a loop (2 and 3, with draws=False), pull 2 of its later passes, and
-                pulls 16, 64, 256 ... are serial, under ``GeneratorWatch``: a state that changes in
-                a pull was drawn from by the loader, between two of them by the body
+    WATCHED     pulls 2 to 5 of a loop, and pull 2 of its later passes, are serial, under
+                ``GeneratorWatch``: a state that changes in a pull was drawn from by the loader,
+                between two of them by the body. With draws=False these are pulls 2 and 3, and
+                pulls 16, 64, 256 ... of each pass
     AHEAD       states are compared at the end of each pull, at its beginning unless the previous
                 pull has just ended, and at each hand-over during which no pull runs
 
@@ -47,19 +48,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from swpipe.loops.generator_watch import GeneratorWatch, Use
-from swpipe.loops.pass_generators import (
-    PassGenerators,
-    States,
-    changed,
-    names_told,
-)
+from swpipe.loops.generator_watch import GeneratorWatch
+from swpipe.loops.pass_generators import PassGenerators, States, changed, names_in_words
 from swpipe.loops.pulled_tensors import PulledTensors
 
 _ALONE = 5
@@ -73,7 +69,8 @@ _CHECKED = 3
 """The number of watched pulls if the user has declared that the loader draws nothing."""
 
 _LATER = [4**power for power in range(2, 20)]
-"""The numbers of the pulls that are watched in each pass, besides the first ones."""
+"""The numbers of the pulls that are watched in each pass, besides the first ones, where the user
+has declared that the loader draws nothing."""
 
 _BOTH_DRAW = (
     "the loader and the loop, a task or its body, both draw from {names}, and the loader has drawn "
@@ -99,20 +96,11 @@ _IN_TURN = (
 
 _WORKER = "else let a worker make its batches, by DataLoader(num_workers=1), or give it"
 
-_told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_warned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The loaders whose serial pulls a warning has reported, by id."""
 
 
-def told_once(loader: Any) -> bool:
-    """Return whether this is the first call for a loader."""
-    if _told.get(id(loader)) is loader:
-        return False
-    with suppress(TypeError):  # a class with slots: the next loop warns again
-        _told[id(loader)] = loader
-    return True
-
-
-class _Untold(NamedTuple):
+class _Either(NamedTuple):
     """A generator that changed while a pull and a body ran, so that either may have drawn.
 
     Attributes:
@@ -130,14 +118,13 @@ class LoaderDraws:
     Attributes:
         names: Generators that the loader was seen to draw from in mid-pass, or was declared to.
         in_turn: Whether all pulls are serial from now on.
-        body: Generators that the loop's tasks or body were seen to draw from.
         after: The states of the loader's generators after the last pull.
         tensors: The tensors that watched pulls use.
 
     Args:
         generators: The generators of the loop.
         names: Generators that the loader draws from in any case.
-        said: ``draws=`` of the loop.
+        declared: ``draws=`` of the loop.
         known: Whether the loader's type tells that it draws from no other generator.
     """
 
@@ -146,71 +133,76 @@ class LoaderDraws:
         generators: PassGenerators,
         names: Iterable[str] = (),
         *,
-        said: bool | None = None,
+        declared: bool | None = None,
         known: bool = False,
     ) -> None:
         self.names = set(names)
-        self.body: set[str] = set()
         self.in_turn = False
         self.after: States = {}
+        self.tensors = PulledTensors()
         self._generators = generators
-        self._said = said
+        self._declared = declared
         self._known = known
-        self._all = generators.own | generators.defaults
-        self._passes = 0
-        self._seen: dict[str, Any] = {}  # the states when they were last compared
-        self._untold: dict[str, _Untold] = {}  # changes that either side may have made, by name
+        self._body = set[str]()  # generators that the tasks or the body were seen to draw from
+        self._seen: States = {}  # the states when they were last compared
+        self._either: dict[str, _Either] = {}  # changes that either side may have made, by name
         self._refused = ""  # an error for the caller's next request
         self._ahead = False  # some pull of this pass ran beside a body
         self._handed_out = 0  # the batches handed out when the last pull began
         self._looked_s = 0.0  # the time at which the last pull ended
+        self._reads_all = False  # all states are read around the pull that is under way
         self._watch = GeneratorWatch(generators)
-        self._watched: set[int] = set()
-        # The marks at the last comparison: if they are equal, no state need be read.
-        self._marks: tuple[bytes | None, ...] | None = None
-        self.tensors = PulledTensors()
+        # The number of first pulls that are serial and watched in the next pass.
+        self._first = 0 if known or declared else _ALONE if declared is None else _CHECKED
+        self._watched = set[int]()  # the numbers of these pulls in this pass
+        self._traced = set[int]()  # those that are traced line by line
 
     def begin(self) -> None:
         """Begin a new pass: draws before it have the order of a plain loop."""
         self.after = {}
         self._seen = {}
-        self._marks = None
         # An undecided draw stays open across passes, but no pull of this pass has made it.
-        self._untold = {name: _Untold(one.batch, 0) for name, one in self._untold.items()}
-        self._passes += 1
+        self._either = {name: _Either(change.batch, 0) for name, change in self._either.items()}
         self._ahead = False
-        if not self._known and self._said is not True:
-            first = 2 if self._passes > 1 else _ALONE if self._said is None else _CHECKED
-            self._watched = {*range(1, first + 1), *_LATER}
+        if self._first:
+            # Each later one costs two loads that are not hidden: only a declaration is worth it.
+            later = _LATER if self._declared is False else ()
+            self._watched = {*range(1, self._first + 1), *later}
+            # The first pulls of later passes are not traced, which would cost each pass some time.
+            self._traced = self._watched - ({1} if self._first > 2 else {1, 2})
+            self._first = 2
 
     # ------------------------------------------------------------------------ the caller asks
 
-    @property
-    def takes_turns_with_body(self) -> bool:
-        """Whether pulls are serial because the body draws, and nothing is declared."""
-        return self.in_turn and bool(self.body) and self._said is None
+    def warning(self, loader: Any, call: str) -> str:
+        """Return the text of a warning that pulls are serial because the body draws.
 
-    @property
-    def who_draws(self) -> str:
-        """The reason for serial pulls, in words, for the report after a pass."""
-        if self.body:
-            return "the loop draws random numbers, and the loader may (draws=False if it does not)"
-        return (
-            "the loader draws random numbers (draws=True if the loop, its tasks and body, do not)"
-        )
-
-    def why_in_turn(self, loader: Any, call: str) -> str:
-        """Return the text of the warning that pulls are serial because the body draws.
+        It is empty if they are not, if ``draws=`` is declared, or if it was returned before.
 
         Args:
             loader: The loader.
             call: The call that makes the loop, with the declaration that the loader draws nothing.
         """
+        if self._declared is not None or not (self.in_turn and self._body):
+            return ""
+        if _warned.get(id(loader)) is loader:
+            return ""
+        with suppress(TypeError):  # a class with slots: the next loop warns again
+            _warned[id(loader)] = loader
         torchs = isinstance(loader, DataLoader)
         else_ = f"{_WORKER if torchs else 'else give it'} a generator of its own and say the same"
         kind = type(loader).__name__
-        names = names_told(self.body)
+        names = names_in_words(self._body)
         return _IN_TURN.format(names=names, kind=kind, call=call, else_=else_)
+
+    @property
+    def who_draws(self) -> str:
+        """The reason for serial pulls, in words, for the report after a pass."""
+        if self._body:
+            return "the loop draws random numbers, and the loader may (draws=False if it does not)"
+        return (
+            "the loader draws random numbers (draws=True if the loop, its tasks and body, do not)"
+        )
 
     def wants_turn(self, number: int) -> bool:
         """Return whether a pull is serial, by its number in the pass from 1."""
@@ -231,8 +223,8 @@ class LoaderDraws:
             RuntimeError: The loader and the body have drawn from the same generator.
         """
         # During a pull, the comparison at its end sees the same changes, as undecided ones.
-        if not pulling and (found := self._changes()):
-            self._note_body(found, handed_out)
+        if not pulling:
+            self._note_body(self._changes(), handed_out)
         # Raised here, on the caller's thread, also where the pulling thread has found the conflict.
         if self._refused:
             refused = self._refused
@@ -252,60 +244,63 @@ class LoaderDraws:
         # A draw between two pulls that nearly touch counts as a draw of the second pull: to compare
         # the states at both ends would cost fast loaders more than it tells.
         if alone or time.perf_counter() - self._looked_s > _TOUCH_S:
-            found = self._changes()
-            if found and number > 1:
-                self._note_body(found, handed_out)
+            names = self._changes()
+            if number > 1:
+                self._note_body(names, handed_out)
         self._handed_out = handed_out
         self._ahead |= not alone
-        if alone and self._is_deep(number):
-            return self._generators.read()
-        names = self.names | self._generators.own
-        return self._generators.read(names) if names else {}
-
-    def _is_deep(self, number: int) -> bool:
-        """Return whether all states are read around a pull that is made alone."""
-        return not self._known and (number <= _ALONE or self.watches(number))
+        first = number <= _ALONE or self.watches(number)
+        self._reads_all = alone and first and not self._known
+        return self._generators.read(None if self._reads_all else self.names | self._generators.own)
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
-        """Watch the generators and tensors within the block, if the pull in it is traced."""
-        if not self._looks_closely(number):
+        """Watch the generators and tensors within the block, in which a watched pull is made."""
+        self._watch.use = None
+        # Where the two take turns, no body runs in between that could see what a pull sets back.
+        if number not in self._traced or (self.in_turn and self._declared is None):
             yield
             return
+        self.tensors.begin_pull()
         with self.tensors, self._watch:
             yield
 
-    def _looks_closely(self, number: int) -> bool:
-        """Return whether a watched pull is traced line by line.
-
-        The first pulls of later passes are not traced. Neither is a serial pull of a loader without
-        a declaration: no body runs in between that could see what the pull sets back.
-        """
-        if self.in_turn and self._said is None:
-            return False
-        return self.watches(number) and (self._passes == 1 or number > _ALONE)
-
-    def after_pull(self, number: int, before: States, *, alone: bool) -> None:
+    def after_pull(self, number: int, before: States, *, alone: bool, batch: object = None) -> None:
         """Note which generators a pull has drawn from, given the states before the pull.
 
         Raises:
             RuntimeError: The loader has drawn, and ``draws=False``.
         """
-        found = self._changes()
+        drawn = self._changes()
         self._looked_s = time.perf_counter()
         # After serial pulls nothing is set back and nothing new is learned, so reading the states,
         # which takes some time, is left out.
-        unread = alone and self.in_turn and not self._is_deep(number)
-        self.after = {} if unread or not before else self._generators.read(before)
+        unread = alone and self.in_turn and not self._reads_all
+        self.after = {} if unread else self._generators.read(before)
         # The first pull of a pass comes before any body, so its draws decide nothing.
         if number == 1:
             return
-        use = self._watch.use if self._looks_closely(number) else None
-        if alone:
-            drawn = found | changed(before, self.after) | (use.names if use else frozenset())
-            self._note_loader(drawn, number, use)
-        elif found and self._said is None and not self._known:
-            self._note_untold(found - self._generators.own, number)
+        if not alone:
+            if drawn and self._declared is None:
+                self._note_either(drawn - self._generators.own, number)
+            return
+        drawn |= changed(before, self.after)
+        where = ""
+        if self.watches(number):
+            self.tensors.end_pull(batch)
+            if self._watch.use is not None:
+                drawn |= self._watch.use.names
+                where = f", in {self._watch.use.where}"
+        self._note_loader(drawn, number, where)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a saved state has of this."""
+        return {"loader_draws": sorted(self.names), "in_turn": self.in_turn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was seen before the state was saved."""
+        self.names.update(state["loader_draws"])
+        self.in_turn |= state["in_turn"]
 
     def drawn(self, states: States) -> States:
         """Return the given states of the generators that the loader draws from."""
@@ -317,11 +312,12 @@ class LoaderDraws:
 
         This holds for a loader that is ahead and has no declaration.
         """
-        return self._said is None and not (self._known or self.in_turn)
+        return self._declared is None and not (self._known or self.in_turn)
 
-    def untold_after(self, handed_out: int) -> frozenset[str]:
+    def drawn_by_either(self, handed_out: int) -> frozenset[str]:
         """Return the generators that a pull after this batch, or the body, may have drawn from."""
-        return frozenset(name for name, one in self._untold.items() if one.pull > handed_out)
+        changes = self._either.items()
+        return frozenset(name for name, change in changes if change.pull > handed_out)
 
     def drawn_by_others(self) -> frozenset[str]:
         """Return the loader's generators that other code has drawn from since the last pull.
@@ -334,71 +330,60 @@ class LoaderDraws:
 
     def _changes(self) -> frozenset[str]:
         """Return the generators whose states have changed since the last comparison."""
-        compared = self._compared()
+        compared = self._generators.own
+        # If pulls are serial because the body draws, its further draws need not be found.
+        settled = self.in_turn and self._body and not self._either
+        if not (self._known or self._declared is False or settled):
+            compared = compared | self._generators.defaults
         if not compared:
-            return frozenset()
-        # Marks take less time to read than states, and equal marks prove that no default generator
-        # was used. They are None where only the states tell.
-        marks = self._generators.marks()
-        if marks is not None and marks == self._marks:
-            return frozenset()
-        self._marks = marks
+            return compared
         before = self._seen
         self._seen = self._generators.read(compared)
         return changed(before, self._seen)
 
-    def _compared(self) -> frozenset[str]:
-        """Return the generators that are compared at pulls and hand-overs."""
-        own = self._generators.own
-        # If pulls are serial because the body draws, its further draws need not be found.
-        settled = self.in_turn and self.body and not self._untold
-        return own if self._known or self._said is False or settled else self._all
-
     def _note_body(self, names: frozenset[str], handed_out: int) -> None:
-        self.body |= names
+        if not names:
+            return
+        self._body |= names
         own = names & self._generators.own
         # Without a declaration, any draw of the body makes pulls serial: the loader may draw, too.
-        if self._said is None or (own and not self._ahead):
+        if self._declared is None or (own and not self._ahead):
             self.in_turn = True
         # Draws that come too late: the loader has used these generators ahead of the body.
-        late = own if self._said is not True else names
+        late = own if self._declared is not True else names
         if self._ahead and late:
             self._refuse(late, handed_out, _OWN_MEND if own else _ALONE_MEND)
-        untold = names & self._untold.keys()
         # In a plain loop, a later pull that may have drawn would come after this body.
-        self._refuse_untold([name for name in untold if self._untold[name].pull > handed_out])
-        self._check_untold()
+        self._refuse_either(names & self.drawn_by_either(handed_out))
+        self._refuse_either(self._body & self.names)
 
-    def _note_loader(self, names: frozenset[str], number: int, use: Use | None) -> None:
+    def _note_loader(self, names: frozenset[str], number: int, where: str) -> None:
         others = names - self._generators.own
-        if self._said is False and others and not self._known:
-            where = f", in {use.where}" if use and use.where else ""
+        if others and self._declared is False:
             raise RuntimeError(
-                f"draws=False says that the loader draws from no default generator, and pull "
-                f"{number} of the pass has drawn from {names_told(others)}{where}, or seeded it "
-                "and set it back. Leave draws= out, or give the loader a generator of its own"
+                "draws=False says that the loader draws from no default generator, and pull "
+                f"{number} of the pass has drawn from {names_in_words(others)}{where}, or seeded "
+                "it and set it back. Leave draws= out, or give the loader a generator of its own"
             )
         self.names |= names
-        if self._said is None and others and not self._known:
+        if others and self._declared is None:
             self.in_turn = True
-        self._check_untold()
+        self._refuse_either(self._body & self.names)
 
-    def _note_untold(self, names: frozenset[str], number: int) -> None:
+    def _note_either(self, names: frozenset[str], number: int) -> None:
         for name in names:
-            first = self._untold.get(name, _Untold(self._handed_out, 0)).batch
-            self._untold[name] = _Untold(first, number)
+            first = self._either.get(name, _Either(self._handed_out, 0)).batch
+            self._either[name] = _Either(first, number)
             self.in_turn = True
-        self._check_untold()
+        self._refuse_either(self._body & self.names)
 
-    def _check_untold(self) -> None:
-        # Undecided changes become a conflict when both sides were seen to draw from the generator.
-        self._refuse_untold(self._untold.keys() & self.body & self.names)
-
-    def _refuse_untold(self, names: Collection[str]) -> None:
-        if names:
-            self._refuse(names, min(self._untold[name].batch for name in names), _MEND)
+    def _refuse_either(self, names: Set[str]) -> None:
+        """Refuse generators that either side may have drawn from, once both sides have."""
+        either = self._either.keys() & names
+        if either:
+            self._refuse(either, min(self._either[name].batch for name in either), _MEND)
 
     def _refuse(self, names: Iterable[str], handed_out: int, mend: str) -> None:
-        self._untold.clear()
-        told = names_told(names)
-        self._refused = _BOTH_DRAW.format(names=told, batch=max(1, handed_out), mend=mend)
+        words = names_in_words(names)
+        self._refused = _BOTH_DRAW.format(names=words, batch=max(1, handed_out), mend=mend)
+        self._either.clear()

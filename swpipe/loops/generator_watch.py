@@ -28,7 +28,7 @@ from swpipe.loops.pass_generators import PassGenerators, changed
 
 _MOST_EVENTS = 4000
 
-_LIBRARIES = (*(str(Path(str(one.__file__)).parent) for one in (torch, random)), "<frozen")
+_LIBRARIES = (*(str(Path(str(module.__file__)).parent) for module in (torch, random)), "<frozen")
 """Folders of torch and Python, whose lines are not traced; the lines that call them are."""
 
 
@@ -84,9 +84,9 @@ class GeneratorWatch:
         if self._left <= 0 or self.use is not None:
             self._end(None)
             return None
-        found = changed(self._before, self._generators.read(self._names))
-        if found:
+        names = changed(self._before, self._generators.read(self._names))
+        if names:
             code = frame.f_code
             where = f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})"
-            self.use = Use(found, where)
+            self.use = Use(names, where)
         return self._trace

@@ -42,7 +42,7 @@ from swpipe.device import Device, on_cpu
 from swpipe.device.protocol import Event
 from swpipe.errors import PlanError, Problem, add_note
 from swpipe.inference.operators import OperatorRecorder
-from swpipe.loops.batches_ahead import BatchAsPulled
+from swpipe.loops.batch_memory import Contents
 
 _WATCHED = 4
 """The number of runs of each function that are checked for random draws."""
@@ -68,7 +68,7 @@ class Handed:
     """
 
     ctx: Any
-    value: BatchAsPulled
+    value: Contents
     copied: Event | None
     done: int = 0
     thread: int = 0
@@ -172,7 +172,7 @@ class HandOver:
             ctx.batch = map_tensors(ctx.batch, self._on_host)
             copied = self._device.new_event()
             copied.record(self._device.current_stream())
-        self.handed[ctx.iter_idx] = Handed(ctx, BatchAsPulled(ctx.batch, keep=False), copied)
+        self.handed[ctx.iter_idx] = Handed(ctx, Contents(ctx.batch), copied)
 
     def _on_host(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor in new host memory, without waiting for the device."""

@@ -25,44 +25,38 @@ class LoaderData:
 
     def __init__(self, loader: Any) -> None:
         dataset = getattr(loader, "dataset", None)
-        self._parts: list[Any] = [loader, dataset]
+        self._sized: list[Any] = [loader, dataset]
         self._tensors = dataset.tensors if type(dataset) is TensorDataset else ()
 
     def begin(self) -> None:
         """Note the data at the beginning of a pass, on the caller's thread."""
-        self._parts = [part for part in self._parts if _has_quick_length(part)]
-        self._lengths: list[int] | None = None  # the lengths after the previous pull
+        self._sized = [part for part in self._sized if _has_quick_length(part)]
+        self._lengths: list[int | None] | None = None  # the lengths after the previous pull
         self._versions = self._versions_now()
         self.changed = ""
 
     def before_pull(self) -> None:
         """Compare the data with its state after the previous pull."""
-        lengths = self._lengths_now()
-        if self._lengths is not None and lengths != self._lengths:
+        if self._lengths is not None and [*map(_length, self._sized)] != self._lengths:
             self.changed = "the length of the loader or of its dataset"
         if self._versions_now() != self._versions:
             self.changed = "a tensor of the loader's dataset"
 
     def after_pull(self) -> None:
         """Note the lengths after a pull, since a loader may change its own in a pull."""
-        self._lengths = self._lengths_now()
+        self._lengths = [*map(_length, self._sized)]
 
     def _versions_now(self) -> list[int]:
         return [tensor._version for tensor in self._tensors if not tensor.is_inference()]
 
-    def _lengths_now(self) -> list[int]:
-        try:
-            return [len(part) for part in self._parts]
-        except Exception:  # noqa: BLE001 - an object that had a length has none any more
-            self._parts = []
-            self._lengths = None
-            return []
+
+def _length(part: Any) -> int | None:
+    try:
+        return len(part)
+    except Exception:  # noqa: BLE001 - of the user's code: it has none, or none any more
+        return None
 
 
 def _has_quick_length(part: Any) -> bool:
     begin_s = thread_time()
-    try:
-        len(part)
-    except Exception:  # noqa: BLE001 - it has none
-        return False
-    return thread_time() - begin_s <= _QUICK_S
+    return _length(part) is not None and thread_time() - begin_s <= _QUICK_S

@@ -1,13 +1,19 @@
-"""One pass over a loader: pulls batches ahead, tracks the position, and restores it.
+"""One pass over a loader: pulls batches ahead, hands them over, and knows where it is.
 
     loader's thread    pull 3 ....   pull 4 ....
     caller             hand out 2    body of 2: saves, or leaves     hand out 3    body of 3
     or, serially       pull 2, hand out 2           body of 2        pull 3, hand out 3
 
-``place_in_pass`` records the position of the loader and restores it. ``draws`` finds out who uses
-random generators, and so which pulls are serial. ``loader_data`` checks that the loop leaves the
-loader's data alone. ``batches_ahead`` checks that batches stay as they were pulled. This module
-hands batches over from the thread that pulls to the caller's thread.
+The life of a pass::
+
+    BEGUN ── first request ──> RUNNING ── the end ───────────> ENDED
+      │ no request: undone       ^  └──── break, an error ──> LEFT
+                                 └── next pass of an iterator ──┘
+
+``pass_record`` has the pulls that a check or a saved state may need, ``place_in_pass`` restores the
+position of the loader. ``draws`` finds out who uses random generators, and so which pulls are
+serial. ``loader_data`` checks that the loop leaves the loader's data alone. This module hands
+batches over from the thread that pulls to the caller's thread.
 The caller makes a serial pull itself (``take``), after the pipeline's iterator has ended.
 
 An error of the loader, and the end of its batches, reach the caller after all earlier batches.
@@ -16,74 +22,50 @@ An iterator cannot start a second pass: batches that were pulled and not handed 
 Guarantees
     - The loader is called by one thread at a time. If a pass is left during a pull, that pull ends
       before the next pull begins, and a batch of an iterator is kept.
-    - The caller and the pulling thread change shared attributes under a lock. No thread holds the
-      lock while the loader is called.
+    - The caller and the pulling thread change shared attributes under a lock, unless one thread
+      alone changes them, by one assignment. No thread holds the lock while the loader is called.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from swpipe._engine.waiting import Cancelled
 from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
-from swpipe.loops.batch_memory import Parts
-from swpipe.loops.batches_ahead import BatchesAhead
-from swpipe.loops.draws import LoaderDraws
-from swpipe.loops.first_pass import FirstPass
-from swpipe.loops.live_loaders import goes_on, has_live_workers, torchs
-from swpipe.loops.loader_data import LoaderData
-from swpipe.loops.pass_generators import PassGenerators, States, changed
-from swpipe.loops.place_in_pass import PlacesPulled
-from swpipe.loops.pulled_tensors import BodyUse
+from swpipe.loops.pass_generators import States, changed
+from swpipe.loops.pass_record import PassRecord
+from swpipe.loops.place_in_pass import begun_again
+from swpipe.loops.pulled_loader import PulledLoader
+
+BEGUN = "begun"
+RUNNING = "running"
+LEFT = "left"
+ENDED = "ended"
 
 _LEFT_S = 600.0
 """Seconds that a pass waits for a pull of the previous pass to return."""
-
-
-@dataclass(frozen=True, slots=True)
-class PulledLoader:
-    """A loader, and how its passes are pulled.
-
-    Attributes:
-        loader: The loader.
-        generators: The random generators whose states are saved and compared.
-        draws: The record of who uses these generators.
-        ahead: Whether batches are pulled while earlier batches are in use.
-        most: The maximum number of batches ahead that are checked, or that may be given again.
-        beside: Whether batches are pulled while the loop's body runs.
-        data: The loader's data, if code of the loader makes batches in this process while the body
-            runs; else None.
-    """
-
-    loader: Any
-    generators: PassGenerators
-    draws: LoaderDraws
-    ahead: bool
-    most: int = 0
-    beside: bool = False
-    data: LoaderData | None = None
 
 
 class LoaderPass:
     """A pass that has begun.
 
     Attributes:
+        life: Where the pass is in its life, as drawn above; set by the loop.
         iterator: The remaining batches of the pass.
         pulled: The number of batches pulled in this pass.
         fed: The number of batches given to the pipeline.
         handed_out: The number of batches of this pass that the caller has received.
-        ended: Whether the pass has no more batches; set by the caller.
-        first: The counter of pulls, if this is the first pass of a loop; else None.
+        ended: Whether the pass has no more batches; set by the loop.
         failure: The exception of the loader; the caller raises it at the end of the iterator.
-        lost: Whether batches that were pulled ahead were dropped.
+        lost: Whether batches that were pulled ahead were dropped, and do not come again.
         had_live_workers: Whether the pass uses worker processes of an earlier pass.
+        record: The pulls of the pass.
 
     Args:
         of: The loader, and how it is pulled.
@@ -92,39 +74,45 @@ class LoaderPass:
     """
 
     def __init__(self, of: PulledLoader, saved: Mapping[str, Any] | None = None) -> None:
+        handed_out = 0 if saved is None else saved["batches"]
+        self.life = BEGUN
+        self.pulled = handed_out
+        self.fed = handed_out
+        self.handed_out = handed_out
+        self.ended = False
+        self.failure: BaseException | None = None
+        self.lost = False
+        self.had_live_workers = of.has_live_workers
         self._of = of
-        self.had_live_workers = has_live_workers(of.loader)
-        self._places = PlacesPulled(of.loader)
-        self._ahead = BatchesAhead(of.loader, made_here=of.data is not None, most=of.most)
-        self._again: deque[Any] = deque()
+        self.record = PassRecord(of)
         # A Condition takes and releases a plain Lock in several steps; an RLock has methods for it.
         self._lock = threading.RLock()
         self._pulled_last = threading.Condition(self._lock)
-        self._pulling = self.lost = False
-        self._use: BodyUse | None = None
-        self._first = 0
+        self._pulling = False
         self._open = False  # the pipeline is iterating over the current iterator
-        self.first: FirstPass | None = None
-        # Incremented when an iterator's pass is left: a pull for an older part is cancelled.
+        self._at_end = False  # nothing more is pulled: the loader has ended, or was released
+        self._end_is_known = False  # the loader has ended
+        # Incremented when the pass is left: a pull for an older part is cancelled.
         self._part = 0
-        self._at_end = self._end_is_known = self.ended = False
-        self.failure: BaseException | None = None
-        self.handed_out = self.pulled = self.fed = 0 if saved is None else saved["batches"]
+        self._first = 0  # the number of the iteration that has the first batch of the pass
+        self._quick = 0  # the number of pulls that are not worth a thread
+        self._sampling: list[Any] | None = None
         of.draws.begin()
         if of.data is not None:
             of.data.begin()
+        if of.times is not None:
+            of.times.begin()
+            self._quick = of.times.serial
         if saved is None:
             # The states are read before iter(loader): samplers may draw their seed in there.
             self._at_start = of.generators.read()
-            self._batches, self._loader_at_start = self._places.begin()
+            self._batches, self._loader_at_start = self.record.begin()
         else:
             self._at_start = saved["at_start"]
             self._loader_at_start = saved["loader_at_start"]
-            self._batches = self._places.begin_again(of.generators, saved)
+            self._batches = begun_again(of, self.record, saved)
         self._prepared = PreparedCheck(self._batches) if of.ahead else None
         self._when_begun = of.generators.read()
-        self._sampling: list[Any] | None = None
-        self._is_own_iterator = self._batches is of.loader
         self.iterator = self._pull()
 
     def state_dict(self, *, check: bool) -> dict[str, Any]:
@@ -138,31 +126,33 @@ class LoaderPass:
         if of.beside and of.draws.compares:
             self.await_pull()
         with self._lock:
-            handed_out = self.handed_out
-            ahead = max(0, self.pulled - handed_out)
+            pulls = self.record.up_to(self.handed_out)
+            again = self.record.again(self.handed_out)
+            # None means that no pass had begun; an empty dict, that one had begun without any pull.
+            after_pull: States | None = None if self.pulled else {}
             # The generators are past the last batch if more was pulled, or if the end was found.
-            draws = ahead or self._pulling or self._end_is_known
-            in_turn = of.draws.in_turn
-        places = self._places.up_to(handed_out)
-        # None means that no pass had begun; an empty dict, that one had begun without any pull.
-        after_pull: States | None = None if self.pulled else {}
-        if places and draws:
-            after_pull = of.draws.drawn(places[-1].after)
-        loader = places[0].loader if places else self._loader_at_start
-        again = self._places.again(handed_out)
-        coming = self._places.coming(handed_out, of.most if of.beside else 0)
-        return {
-            "batches": handed_out,
-            "at_start": self._at_start,
-            "generators": of.generators.read(),
-            "loader": self._places.ask() if loader is None else loader,
-            "loader_at_start": self._loader_at_start,
-            "again": [(before, checksum if check else None) for before, checksum in again],
-            "after_pull": after_pull,
-            "loader_draws": sorted(of.draws.names),
-            "in_turn": in_turn,
-            "coming": coming if check else [],
-        }
+            if pulls and (self.is_ahead or self._pulling or self._end_is_known):
+                after_pull = of.draws.drawn(pulls[-1].after)
+            state = {
+                "batches": self.handed_out,
+                "at_start": self._at_start,
+                "generators": of.generators.read(),
+                "loader": pulls[0].loader if pulls else self._loader_at_start,
+                "loader_at_start": self._loader_at_start,
+                "again": again if check else [(before, None) for before, _ in again],
+                "after_pull": after_pull,
+                "coming": self.record.coming(self.handed_out) if check else [],
+                **of.draws.state_dict(),
+            }
+        # Without the lock: a loader may take long to tell its state.
+        if state["loader"] is None:
+            state["loader"] = self.record.ask()
+        return state
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the pass was left before its last batch was handed out."""
+        return self.life == LEFT and not self.ended
 
     @property
     def is_ahead(self) -> bool:
@@ -177,8 +167,8 @@ class LoaderPass:
         draws = self._of.draws
         with self._lock:
             known = self.is_ahead and not self._pulling
-            untold = draws.untold_after(self.handed_out)
-            return untold | (draws.drawn_by_others() if known else frozenset())
+            either = draws.drawn_by_either(self.handed_out)
+            return either | (draws.drawn_by_others() if known else frozenset())
 
     # --------------------------------------------------------------- what the caller does
 
@@ -191,42 +181,30 @@ class LoaderPass:
         """
         of = self._of
         with self._lock:
-            self._ahead.end_body()
+            self.record.end_body()
             # What is read at the first request is compared later: the body may change it from now.
             if self._sampling is None:
-                self._sampling = read_in_pass(torchs(of.loader))
+                self._sampling = read_in_pass(of.inner)
             elif self._sampling or type(of.loader) is list:
                 self._check_unchanged(self._sampling)
-            if of.beside:
-                of.draws.asked(self.handed_out, pulling=self._pulling)
-                self._end_body()
+            of.draws.asked(self.handed_out, pulling=self._pulling)
+            self._check_tensors()
 
-    def begin_body(self) -> None:
-        """Watch the body for use of tensors that pulls write, if the next pull is watched."""
-        tensors = self._of.draws.tensors
-        if tensors.written and self._of.draws.watches(self.handed_out + 1):
-            self._use = BodyUse(tensors.written)
-            self._use.begin()
-
-    def _end_body(self) -> None:
-        use = self._use
-        self.stop_watching()
-        if use is not None and use.found:
+    def _check_tensors(self) -> None:
+        """Refuse a body that has used tensors of the loader, in which the two are not in turn."""
+        draws = self._of.draws
+        used = draws.tensors.end_body()
+        if draws.in_turn:
+            return
+        if used:
             raise RuntimeError(
-                f"the loop uses a tensor that the loader writes ({use.found}), and the loader is "
+                f"the loop uses a tensor that the loader writes ({used}), and the loader is "
                 "ahead: it would find what a later pull has written. Let the loader hand out a "
                 "copy, or do not pull it ahead"
             )
-        draws = self._of.draws
         # Both pulls around the body were serial, so only the body can have changed the tensors.
         if draws.watches(self.pulled) and draws.watches(self.pulled + 1):
             _refuse_changed(draws.tensors.changed())
-
-    def stop_watching(self) -> None:
-        """Stop watching the body, because it has ended or the pass is left."""
-        if self._use is not None:
-            self._use.end()
-            self._use = None
 
     @property
     def is_in_turn(self) -> bool:
@@ -236,11 +214,12 @@ class LoaderPass:
             return False
         with self._lock:
             # If the iterator is open, the pipeline may be about to find that it ends here.
-            ahead = self.is_ahead or self._pulling or self._again or self._open
-            return not ahead and self._wants_turn()
+            return not (self.is_ahead or self._pulling or self._open) and self._wants_turn()
 
     def _wants_turn(self) -> bool:
-        return self._of.beside and self._of.draws.wants_turn(self.pulled + 1)
+        of = self._of
+        quick = self.pulled < self._quick
+        return quick or (of.beside and of.draws.wants_turn(self.pulled + 1))
 
     def take(self) -> Any:
         """Pull the next batch now, while nothing else of the loop runs.
@@ -255,22 +234,21 @@ class LoaderPass:
     def go_on(self) -> bool:
         """Make a new iterator after one has ended; return False at the loader's end."""
         with self._lock:
-            if self._at_end:
-                return False
-            self.iterator = self._pull()
-            return True
+            if not self._at_end:
+                self.iterator = self._pull()
+            return not self._at_end
 
     def _check_unchanged(self, sampling: list[Any]) -> None:
         """Refuse a list or samplers that would give other batches now than were pulled ahead."""
         loader = self._of.loader
-        now = read_in_pass(torchs(loader))
-        changed = "" if are_same(sampling, now) else "the loader's sampler or dataset"
+        now = read_in_pass(self._of.inner)
+        part = "" if are_same(sampling, now) else "the loader's sampler or dataset"
         if type(loader) is list:
             # A list that grew or shrank after its end was found would give other batches, too.
-            same = self._ahead.are_those_of(loader, self.handed_out)
+            same = self.record.is_that_of(loader, self.handed_out)
             if not same or (self._end_is_known and len(loader) != self.pulled):
-                changed = "the list"
-        _refuse_changed(changed)
+                part = "the list"
+        _refuse_changed(part)
 
     def begin_batch(self, batch: Any, iteration: int) -> None:
         """Check that the batch of an iteration is as it was pulled, before the first task uses it.
@@ -278,20 +256,18 @@ class LoaderPass:
         Raises:
             RuntimeError: The batch has changed, or the length of the loader or its dataset.
         """
+        # Without the lock: an entry of the record does not change any more.
         if self._of.data is not None:
-            with self._lock:
-                self._ahead.check_as_pulled(batch, iteration - self._first + 1)
-                self._check_data()
-
-    def _check_data(self) -> None:
-        if self._of.data is not None:
+            self.record.check_as_pulled(iteration - self._first + 1, batch)
             _refuse_changed(self._of.data.changed)
 
     def hand_out(self) -> None:
-        """Count the next batch as received by the caller."""
-        with self._lock:
-            self.handed_out += 1
-            self._ahead.hand_out()
+        """Count the next batch as received by the caller, whose body begins."""
+        # Without the lock, and in this order: a pull that begins now finds the batch in use.
+        self.record.begin_body(self.handed_out + 1)
+        self.handed_out += 1
+        if self._of.draws.watches(self.handed_out + 1):
+            self._of.draws.tensors.begin_body()
 
     def end(self) -> None:
         """End the pass after its last batch: check that the loader has no more, as a ``for`` would.
@@ -301,8 +277,9 @@ class LoaderPass:
         """
         if not self.ended:
             self.await_pull()
-            self._check_data()
-            if self.is_ahead or self._again or (not self._at_end and self._advance(alone=True)):
+            if self._of.data is not None:
+                _refuse_changed(self._of.data.changed)
+            if self.is_ahead or (not self._at_end and self._advance(alone=True)):
                 raise ValueError(f"the loader has more batches than its length, {self.handed_out}")
         self.ended = True
         if self.failure is not None:
@@ -322,27 +299,28 @@ class LoaderPass:
         # The failed iteration's batch counts as handed out: a new pass must not give it again.
         if failed and self.is_ahead:
             self.hand_out()
+            self._of.draws.tensors.end_body()
         with self._lock:
-            kept = self._ahead.leave(self.pulled - self.handed_out)
-            # The iterator continues in the next pass, so the kept batches go first in its queue. A
-            # thread that still pulls for the old part is cancelled by the number of the part.
-            if goes_on(self._of.loader):
+            self.record.leave(self.handed_out)
+            self.fed = self.handed_out
+            # The iterator continues in the next pass, and gives the dropped batches again. A thread
+            # that still pulls for the old part is cancelled by the number of the part.
+            if self._of.goes_on:
                 self._part += 1
                 self._open = False
-                self._again = deque(kept)
                 self.iterator = self._pull()
-                return self._of.draws.untold_after(self.handed_out)
+                return self._of.draws.drawn_by_either(self.handed_out)
             self.lost = self.is_ahead or self._pulling
         return self._set_back()
 
     def _set_back(self) -> frozenset[str]:
         """Set the generators back to their states after the last batch handed out."""
         self.release()
-        places = self._places.up_to(self.handed_out)
         draws = self._of.draws
-        if untold := draws.untold_after(self.handed_out):
-            return untold
-        after = places[-1].after if places else {}
+        if either := draws.drawn_by_either(self.handed_out):
+            return either
+        pulls = self.record.up_to(self.handed_out)
+        after = pulls[-1].after if pulls else {}
         # Nothing to set back if the loader draws nothing, or has pulled nothing ahead.
         if not (draws.names and draws.after and (self.is_ahead or self._end_is_known)):
             return frozenset()
@@ -353,27 +331,22 @@ class LoaderPass:
         draws.begin()
         return frozenset()
 
-    def goes_on(self) -> bool:
+    def is_continued(self) -> bool:
         """Return whether a new pass continues this one.
 
         Raises:
             RuntimeError: Batches were dropped, and the loader is its own iterator; or tasks have
                 modified dropped batches that the loader would give again.
         """
-        loader = self._of.loader
-        if self.lost and self._is_own_iterator:
+        if self.lost and hasattr(type(self._of.loader), "__next__"):
             raise RuntimeError(
-                f"the loader ({type(loader).__name__}) is its own iterator, and batches "
+                f"the loader ({type(self._of.loader).__name__}) is its own iterator, and batches "
                 "that were pulled ahead were dropped when the last pass was left: whether a new "
                 "pass begins anew or goes on is not known. Let its __iter__ be a generator, or "
                 "do not pull it ahead"
             )
-        self.check_modified()
-        return goes_on(loader) and not self.ended
-
-    def check_modified(self) -> None:
-        """Raise an error if the loader may give dropped batches again that tasks have modified."""
-        self._ahead.check_modified()
+        self.record.check_modified()
+        return self._of.goes_on and not self.ended
 
     def undo(self) -> None:
         """Undo a pass that has begun without any pull: release it, and set its draws back."""
@@ -387,15 +360,15 @@ class LoaderPass:
         """Drop the loader's iterator, as a ``for`` does: a generator's ``finally`` runs."""
         with self._lock:
             self._batches = iter(())
-            self._again.clear()
-            self._ahead.clear()
+            self.record.release()
+            self._part += 1
             self._at_end = True
 
     def close(self) -> None:
         """Drop the loader itself, too, if it is an iterator: no other pass can follow."""
         self.release()
         self._of = replace(self._of, loader=())
-        self._places = PlacesPulled(())
+        self.record = PassRecord(self._of)
 
     def begin(self, iteration: int) -> None:
         """Prepare the pass to give batches, also if it was left before.
@@ -406,7 +379,6 @@ class LoaderPass:
         Args:
             iteration: The number of the next iteration.
         """
-        # The number of the iteration that has the first batch of the pass.
         self._first = iteration - self.handed_out
         if self.pulled:
             self.await_pull()
@@ -426,21 +398,22 @@ class LoaderPass:
 
     # --------------------------------------------------------------- what the pulling thread does
 
-    def pull_alone(self, most: int) -> None:
-        """Pull until ``most`` batches of the pass are pulled, while nothing else runs."""
-        while self.pulled < most and not self._at_end and self._advance(alone=True):
+    def pull_first_alone(self) -> None:
+        """Pull the first two batches of the pass, while nothing else runs."""
+        while self.pulled < 2 and not self._at_end and self._advance(alone=True):
             pass
 
     def _pull(self) -> Iterator[Any]:
-        current = self._part
+        part = self._part
         self._open = True
         while True:
             if self._pulling:  # for the previous part of the pass, which was left
                 self.await_pull()
-            if not self._again and (self._at_end or self._wants_turn() or not self._advance()):
+            waiting = self.pulled > self.fed
+            if not waiting and (self._at_end or self._wants_turn() or not self._advance()):
                 self._open = False
                 return
-            yield self._taken(current)  # no local variable: this frame must not keep the batch
+            yield self._taken(part)  # no local variable: this frame must not keep the batch
 
     def _taken(self, part: int) -> Any:
         """Return the oldest batch that was pulled and not yet given to the pipeline."""
@@ -449,7 +422,7 @@ class LoaderPass:
             if part != self._part:
                 raise Cancelled
             self.fed += 1
-            return self._again.popleft()
+            return self.record.give(self.fed)
 
     def _advance(self, *, alone: bool = False) -> bool:
         """Pull the next batch, and return whether there was one."""
@@ -459,7 +432,7 @@ class LoaderPass:
         with self._lock:
             if self._at_end:  # released after the thread had looked
                 raise Cancelled
-            self._ahead.begin_pull()
+            self.record.begin_pull(self.handed_out)
             before = of.draws.before_pull(number, self.handed_out, alone=alone)
             self._pulling = True
         # The lock is not held here: a save or a break must not wait for a slow loader.
@@ -467,9 +440,8 @@ class LoaderPass:
         try:
             return self._called(number, before, alone)
         finally:
-            if self.first is not None:
-                seconds = time.perf_counter() - begin_s
-                self.first.note(seconds, alone=alone, waited=alone and of.draws.in_turn)
+            if of.times is not None:
+                of.times.note(begin_s, alone=alone, waited=alone and of.draws.in_turn)
             # In a finally block, because await_pull() would otherwise wait for a failed pull.
             with self._lock:
                 self._pulling = False
@@ -478,65 +450,57 @@ class LoaderPass:
     def _called(self, number: int, before: States, alone: bool) -> bool:
         """Call the loader for one batch, and note what the call did."""
         of = self._of
-        failure = None
+        draws = of.draws
+        failure: BaseException | None = None
         ended = False
         batch = None
-        watched = of.draws.watches(number)
-        data = None if of.draws.in_turn else of.data
+        data = None if draws.in_turn else of.data
         if data is not None:
             data.before_pull()
         try:
-            if watched:
-                with of.draws.watching(number):
+            if draws.watches(number):
+                with draws.watching(number):
                     batch = next(self._batches)
             else:
                 batch = next(self._batches)
-            self._places.check_coming(number, batch)
+            self.record.check_coming(number, batch)
         except StopIteration:
             ended = True
         except (KeyboardInterrupt, Cancelled):
             # An interrupted pull does not count, so its draws are undone.
-            of.generators.write(of.draws.drawn(before))
+            of.generators.write(draws.drawn(before))
             raise
         except BaseException as error:  # noqa: BLE001 - raised after all earlier batches
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
             failure = error
             ended = True
-        with self._lock:
-            of.draws.after_pull(number, before, alone=alone)
         if self._prepared is not None:
             self._prepared.after_pull()
             self._prepared = None  # only the first pull is checked
         if data is not None:
             data.after_pull()
-            if watched:
-                of.draws.tensors.end_pull(batch)
-        # A serial pull has no earlier batch in use, whose memory the new batch could share.
-        looks = not (ended or (alone and of.draws.in_turn))
-        pulled = self._ahead.as_pulled(batch, number) if looks else None
         # Checksums may take a while, and the caller must not wait: computed without the lock.
-        if not ended:
-            parts = Parts.of(batch) if pulled is None else pulled.parts
-            self._places.note(number, self.handed_out, parts, before, of.draws.after)
+        pull = None if ended else self.record.entry(number, batch, before)
         with self._lock:
+            draws.after_pull(number, before, alone=alone, batch=batch)
             if self._at_end:  # released during the pull
                 return False
-            if ended:
+            if pull is None:
                 self.failure = failure
                 self._batches = iter(())
                 self._at_end = True
                 self._end_is_known = failure is None
                 return False
-            self._ahead.add(pulled)
+            pull.after = draws.after
+            self.record.add(number, pull, self.handed_out)
             self.pulled = number
-            self._again.append(batch)
             return True
 
 
-def _refuse_changed(changed: str) -> None:
-    if changed:
+def _refuse_changed(part: str) -> None:
+    if part:
         raise RuntimeError(
-            f"the loop has changed {changed} while batches were pulled ahead: a plain loop "
+            f"the loop has changed {part} while batches were pulled ahead: a plain loop "
             "would get others now. Change it between two passes, or do not pull the "
             "loader ahead"
         )

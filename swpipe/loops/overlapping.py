@@ -30,7 +30,6 @@ from swpipe.core.keywords import suggests_keywords
 from swpipe.core.loaders import (
     draws_in_mid_pass,
     draws_nothing,
-    generators_in_pass,
     is_apart,
     why_not_apart,
 )
@@ -42,12 +41,12 @@ from swpipe.device import BatchCopy, Device, gives_pinned, on_cpu, resolve
 from swpipe.errors import PlanError, Problem
 from swpipe.loops.accelerate import AccelerateLoader, is_prepared
 from swpipe.loops.ahead_tasks import HAND_OVER, AheadTasks
-from swpipe.loops.draws import LoaderDraws, told_once
-from swpipe.loops.first_pass import FirstPass
-from swpipe.loops.live_loaders import goes_on, torchs
+from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.loader_data import LoaderData
-from swpipe.loops.loader_pass import LoaderPass, PulledLoader
+from swpipe.loops.loader_pass import LoaderPass
 from swpipe.loops.pass_generators import PassGenerators
+from swpipe.loops.pull_times import PullTimes
+from swpipe.loops.pulled_loader import PulledLoader, torchs
 from swpipe.loops.resumable import ResumableLoop
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import copy_before, prefetch_plan
@@ -79,10 +78,10 @@ class Overlap:
         others = [n for n in self.plan.schedule if n not in (*self.ahead, HAND_OVER.name)]
         behind = [n for n in others if self.plan.schedule[n].thread_group != DEFAULT_GROUP]
         in_turn = [n for n in others if n not in behind]
-        lines = [f"ahead: {listed(names) if names else 'nothing'}"]
-        lines += [f"in turn: {listed(in_turn)}"] if in_turn else []
-        lines += [f"behind: {listed(behind)}"] if behind else []
-        return "\n".join([*map(wrapped, lines), *(wrapped(f"- {one}") for one in self.why)])
+        places = {"ahead": names or ["nothing"], "in turn": in_turn, "behind": behind}
+        lines = [f"{place}: {listed(tasks)}" for place, tasks in places.items() if tasks]
+        lines += [f"- {sentence}" for sentence in self.why]
+        return "\n".join(map(wrapped, lines))
 
 
 class OverlappedLoop(ResumableLoop[C]):
@@ -98,7 +97,6 @@ class OverlappedLoop(ResumableLoop[C]):
     """
 
     pipe: SWPipeline[C]
-    _told_first = False  # the first pass has ended and was reported
     _call = "overlap(loader, tasks, pull_ahead=True, draws=False)"
 
     def __init__(
@@ -108,17 +106,15 @@ class OverlappedLoop(ResumableLoop[C]):
         pipe: SWPipeline[C],
         ahead: AheadTasks,
         draws: bool | None,
-        keep_nothing: bool,
     ) -> None:
         self.overlap = overlap
         self._ahead = ahead
         self._draws = draws
-        self._keep_nothing = keep_nothing
+        self._keep_nothing = draws is False
         super().__init__(pipe, loader)
 
     def __repr__(self) -> str:
-        head = f"<{type(self).__name__} over {type(self._loader).__name__}>"
-        return "\n".join([head, str(self.overlap)])
+        return f"<{type(self).__name__} over {type(self._loader).__name__}>\n{self.overlap}"
 
     def _repr_html_(self) -> str:
         """Return the tasks that run ahead, and the plan, as HTML for a notebook."""
@@ -126,7 +122,7 @@ class OverlappedLoop(ResumableLoop[C]):
 
     def _check_tasks(self) -> None:
         if self._ahead.drawn:
-            names = listed([repr(name) for name in dict.fromkeys(self._ahead.drawn.values())])
+            names = listed({repr(name): None for name, _ in self._ahead.drawn.values()})
             raise RuntimeError(
                 f"{names}: draws from a torch.Generator of its own, which is in no state of the "
                 "loop, and would draw other numbers after resuming. Let the dataset draw, or the "
@@ -142,36 +138,33 @@ class OverlappedLoop(ResumableLoop[C]):
         known = draws_nothing(inner)
         if not self.overlap.loader_ahead:
             # Nothing is pulled ahead: all draws have the order of a plain loop, unwatched.
-            draws = LoaderDraws(generators, said=True, known=known)
+            draws = LoaderDraws(generators, declared=True, known=known)
             return PulledLoader(loader, generators, draws, ahead=False)
-        names = generators.named(generators_in_pass(inner))
+        plan = self.pipe.plan
+        groups = {entry.thread_group for entry in plan.schedule.values()}
         return PulledLoader(
             loader,
             generators,
-            LoaderDraws(generators, names, said=self._draws, known=known),
+            LoaderDraws(generators, generators.own, declared=self._draws, known=known),
             ahead=True,
-            most=self.pipe.plan.depth,
+            most=plan.depth,
             beside=True,
             # A loader that is apart makes its batches elsewhere, or from data that nobody writes.
             data=None if apart else LoaderData(inner),
+            times=PullTimes(only_pulls=plan.pull_group == _GROUP and groups == {DEFAULT_GROUP}),
         )
 
     def _begin(self, current: LoaderPass) -> None:
         self._ahead.begin = current.begin_batch
         current.begin(self.pipe.next_iteration)
-        # The pass may continue after an early leave: it keeps its counter then.
-        if self.overlap.loader_ahead and not self._told_first:
-            current.first = current.first or FirstPass()
 
     def _make_ready(self, current: LoaderPass) -> None:
         if not self.overlap.loader_ahead:
             return
         self._ahead.end_body()
         current.make_ready()
-        draws = self._pulled.draws
         # The body was seen to draw: all pulls are serial from now on, and the user should know why.
-        if draws.takes_turns_with_body and told_once(self._loader):
-            text = draws.why_in_turn(self._loader, self._call)
+        if text := self._pulled.draws.warning(self._loader, self._call):
             warnings.warn(text, RuntimeWarning, stacklevel=self._frames)
 
     def _next(self, current: LoaderPass) -> C:
@@ -189,25 +182,20 @@ class OverlappedLoop(ResumableLoop[C]):
         batch = current.take()
         return self.pipe.run_one_serial_iter(batch)
 
-    def _end(self, current: LoaderPass, *, failed: bool) -> None:
-        super()._end(current, failed=failed)
-        # Only a complete pass is reported: a part of one says little about the loader's share.
-        if current.first is not None and current.ended:
-            self._told_first = True
-            current.first.tell(self._pulled.draws.who_draws)
-
-    def _drop(self, current: LoaderPass, *, failed: bool) -> None:
-        super()._drop(current, failed=failed)
+    def _drop(self, current: LoaderPass, *, failed: bool) -> bool:
+        dropped = super()._drop(current, failed=failed)
         self._ahead.drop()
+        return dropped
 
     def close(self) -> None:
         """End the threads, and drop an iterator that was given: its ``finally`` may run."""
         self.pipe.close()
         _pulled.pop(id(self._loader), None)
         # Only an iterator is dropped. Any other loader can begin a new pass after close().
-        if self._running is None and goes_on(self._loader) and self._pass is not None:
+        if self._running is None and self._pulled.goes_on and self._pass is not None:
             self._pass.close()
-            self._pass = self._loaded = None
+            self._pass = None
+            self._loaded = None
             self._loader = ()
             self._pulled = replace(self._pulled, loader=())
 
@@ -301,14 +289,12 @@ def overlap(
     where = resolve(device)
     if device is not None and not on_cpu(torch.device(where.name)):
         given = (copy_before(given, where), *given)
-    return loop_over(
+    loop: OverlappedLoop[C] = loop_over(
         OverlappedLoop,
         loader,
         given,
         pull_ahead=pull_ahead,
         draws=draws,
-        keep_nothing=pull_ahead is True or draws is False,
-        depth=None,
         keep=keep,
         device=where,
         seed=seed,
@@ -318,6 +304,9 @@ def overlap(
         run_ahead=run_ahead,
         workers=workers,
     )
+    # pull_ahead=True declares that the loader begins each pass anew, its workers included.
+    loop._keep_nothing |= pull_ahead is True
+    return loop
 
 
 def loop_over(
@@ -327,9 +316,8 @@ def loop_over(
     *,
     pull_ahead: bool | None,
     draws: bool | None,
-    keep_nothing: bool,
-    depth: int | None,
-    keep: Sequence[str] | None,
+    depth: int | None = None,
+    keep: Sequence[str] | None = None,
     workers: int = 1,
     handed: HandOver | None = None,
     **options: Any,
@@ -342,7 +330,6 @@ def loop_over(
         given: All tasks.
         pull_ahead: As for ``overlap``.
         draws: As for ``overlap``.
-        keep_nothing: Whether it is said that workers which live on draw and count nothing.
         depth: As in a plan; None for the default.
         keep: As in a plan.
         workers: As for ``overlap``.
@@ -360,7 +347,7 @@ def loop_over(
         )
     # A random task seeds torch's default generators while it runs, and all threads share these:
     # the body, or another task, may draw from them at the same time. So it does not run ahead.
-    leading = tuple(takewhile(lambda one: one.pure and not one.random, given)) if ahead else ()
+    leading = tuple(takewhile(lambda t: t.pure and not t.random, given)) if ahead else ()
     behind = given[len(leading) :]
     why = (*_why_in_turn(loader, pull_ahead, unknown), *_why_behind(behind, ahead))
     if not ahead and pull_ahead is None:
@@ -391,12 +378,12 @@ def loop_over(
         why = ()
         plan = handed.plan(plan)
         tasks = handed.tasks(tasks, leading)
-    found = Overlap(plan, tuple(one.name for one in leading), ahead, why)
+    overlapped = Overlap(plan, tuple(t.name for t in leading), ahead, why)
     effects = {PULL: Effects() if ahead else UNKNOWN}
     pipe = SWPipeline(plan, tasks, effects=effects, **options)
-    loop = kind(loader, found, pipe, functions, draws, keep_nothing)
+    loop = kind(loader, overlapped, pipe, functions, draws)
     # A second loop over this iterator would miss the batches that this loop has pulled.
-    if ahead and goes_on(loader):
+    if ahead and loop._pulled.goes_on:
         _pulled[id(loader)] = loop
     return loop
 
@@ -442,10 +429,10 @@ def _why_in_turn(
 
 
 def _why_behind(given: Sequence[PipelineTask], pulled: bool) -> Iterator[str]:
-    behind = [one for one in given if one is not HAND_OVER and not isinstance(one.fn, BatchCopy)]
-    undeclared = [repr(one.name) for one in behind if one.undeclared]
-    random = [repr(one.name) for one in behind if one.pure and one.random]
-    pure = [repr(one.name) for one in behind if one.pure and not one.random]
+    behind = [t for t in given if t is not HAND_OVER and not isinstance(t.fn, BatchCopy)]
+    undeclared = [repr(t.name) for t in behind if t.undeclared]
+    random = [repr(t.name) for t in behind if t.pure and t.random]
+    pure = [repr(t.name) for t in behind if t.pure and not t.random]
     if undeclared:
         yield (
             f"{listed(undeclared)}: of what they touch nothing is said, so they keep their order "

@@ -26,7 +26,7 @@ _TORCHS = "torch "
 
 _HOST = f"{_TORCHS}cpu"
 
-_TOLD = {"python": PYTHON, "numpy": NUMPY}
+_WORDS = {"python": PYTHON, "numpy": NUMPY}
 
 
 class PassGenerators:
@@ -41,20 +41,17 @@ class PassGenerators:
         device: The device whose default generators count, beside the CPU's.
     """
 
-    defaults = frozenset([_HOST, *_TOLD])
+    defaults = frozenset([_HOST, *_WORDS])
 
     def __init__(self, loader: Any, device: Device) -> None:
         self._places = own_generators(loader)
         self.own = frozenset(self._places)
         self._device = device
         self._known = self.own | self.defaults
+        self._names = self._known | self._of_devices().keys()
         # By name: the mark and the state that were read last.
         self._last: dict[str, tuple[bytes | None, Any]] = defaultdict(lambda: (None, None))
         self._access = GeneratorAccess(TaskSeeds(0, device), ProgressCounter())
-
-    def named(self, generators: Collection[Any]) -> set[str]:
-        """Return the names of the given generators."""
-        return {n for n in self._places if any(self._generator(n) is one for one in generators)}
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Keep tasks on other threads from using the default generators within the block."""
@@ -64,13 +61,11 @@ class PassGenerators:
     def _generator(self, name: str) -> Any:
         """Return a generator of the host by name; None if there is none, or numpy is not loaded."""
         if name in self._places:
-            owner, known = self._places[name]
-            return getattr(owner, known)
-        if name == _HOST:
-            return torch.default_generator
-        module: Any = {"python": random, "numpy": sys.modules.get("numpy.random")}.get(name)
+            return getattr(*self._places[name])
+        numpy: Any = sys.modules.get("numpy.random")
         # The module's function is a method of the default generator.
-        return None if module is None else module.random.__self__
+        numpys = None if numpy is None else numpy.random.__self__
+        return {_HOST: torch.default_generator, "python": _PYTHONS, "numpy": numpys}.get(name)
 
     def read(self, names: Collection[str] | None = None) -> States:
         """Return the current states, of all generators or of the named ones.
@@ -78,56 +73,53 @@ class PassGenerators:
         A default generator of the host that was not used since the last call gives the same object
         as before, within some microseconds.
         """
+        names = self._names if names is None else names
         devices: States = {}
-        # The generators of devices are read only if a name asks for one, since it takes longer.
-        if names is None or not self._known.issuperset(names):
-            found = self._device.generator_states()
-            devices = {f"{_TORCHS}{device}": state for device, state in found.items()}
+        # The generators of accelerators are read only if a name asks for one: it takes longer.
+        if not self._known.issuperset(names):
+            devices = self._of_devices()
         states = {}
-        for name in (*devices, *_TOLD, *self._places) if names is None else names:
+        for name in names:
             state = self._state(name) if name in self._known else devices.get(name)
             if state is not None:
                 states[name] = state
         return states
 
-    def marks(self) -> tuple[bytes | None, ...] | None:
-        """Return bytes that change at each use of a default generator, in less time than ``read``.
-
-        The result is None if only ``read`` shows a use.
-        """
-        marks = tuple(map(self._mark, _MARKS))
-        return None if self.own or None in marks else marks
-
-    def _mark(self, name: str) -> bytes | None:
-        """Return a generator's mark; None if it has none.
-
-        Numpy's generator may hold a normal number in reserve, whose use changes none of its bits.
-        """
-        # RandomState draws normal numbers in pairs: "has_gauss" says that one is in reserve.
-        reserve = name == "numpy" and self._last[name][1] and self._last[name][1].get("has_gauss")
-        return None if reserve or name not in _MARKS else _MARKS[name]()
+    def _of_devices(self) -> States:
+        states = self._device.generator_states()
+        return {f"{_TORCHS}{device}": state for device, state in states.items()}
 
     def _state(self, name: str) -> Any:
         """Return the state of a generator of the host; None if there is none of that name."""
-        mark = self._mark(name)
         last_mark, last = self._last[name]
+        mark = _mark(name, last)
         if mark is not None and mark == last_mark:
             return last
         generator = self._generator(name)
         state = None if generator is None else _state_of(generator)
-        # _mark() looks into the state noted last, so the state is noted before the mark.
-        self._last[name] = None, state
         # If another thread has used the generator since, the mark does not belong to this state.
-        self._last[name] = mark if mark == self._mark(name) else None, state
+        self._last[name] = mark if mark == _mark(name, state) else None, state
         return state
 
     def write(self, states: Mapping[str, Any]) -> None:
         """Set the states that ``read`` returned, except those of devices that are not here."""
-        torchs = {n.removeprefix(_TORCHS): s.cpu() for n, s in states.items() if _is_torchs(n)}
+        torchs = {}
+        for name, state in states.items():
+            if _is_torchs(name):
+                torchs[name.removeprefix(_TORCHS)] = state.cpu()
+            elif (generator := self._generator(name)) is not None:
+                _set(generator, state)
         self._device.set_generator_states(torchs)
-        for name in states.keys() - {f"{_TORCHS}{device}" for device in torchs}:
-            if (generator := self._generator(name)) is not None:
-                _set(generator, states[name])
+
+
+def _mark(name: str, state: Any) -> bytes | None:
+    """Return bytes that change at each use of a generator after a state; None if there are none.
+
+    Numpy's generator may hold a normal number in reserve, whose use changes none of its bits.
+    """
+    # RandomState draws normal numbers in pairs: "has_gauss" says that one is in reserve.
+    reserve = name == "numpy" and state and state.get("has_gauss")
+    return None if reserve or name not in _MARKS else _MARKS[name]()
 
 
 _STATE_BYTES = 625 * 4
@@ -188,7 +180,7 @@ def _is_torchs(name: str) -> bool:
 
 def is_default(name: str) -> bool:
     """Return whether a generator is a default one, which the whole process shares."""
-    return _is_torchs(name) or name in _TOLD
+    return _is_torchs(name) or name in _WORDS
 
 
 def _state_of(generator: Any) -> Any:
@@ -231,11 +223,13 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[st
     )
 
 
-def _differ(one: Any, other: Any) -> bool:
-    return not torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one != other)
+def _differ(state: Any, other: Any) -> bool:
+    if isinstance(state, torch.Tensor):
+        return not torch.equal(state, other)
+    return bool(state != other)
 
 
-def names_told(names: Iterable[str]) -> str:
+def names_in_words(names: Iterable[str]) -> str:
     """Return the words for these generators in a message."""
-    words = (TORCH if _is_torchs(name) else _TOLD.get(name, name) for name in sorted(names))
+    words = (TORCH if _is_torchs(name) else _WORDS.get(name, name) for name in sorted(names))
     return listed([*dict.fromkeys(words)])

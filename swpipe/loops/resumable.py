@@ -4,6 +4,11 @@
     handed out       0  1  2  3                  the body of the loop is at 3: a state is saved
     resumed                      4  5  6 ...     the loader is set back; numbers and draws go on
 
+The state of a loop is that of its last pass, as drawn in ``loader_pass``, or a loaded state::
+
+    (none) ── iter() ──> BEGUN ── next() ──> RUNNING ──> LEFT or ENDED ── iter() ──> BEGUN ...
+       └── load_state_dict() ──> loaded ── iter() ──> BEGUN, at the place where it was saved
+
 ``LoaderPass`` sets a loader back. Generators that the loader draws from continue from their states
 after the pull of the batch handed out last. All other generators continue from their states when
 the loop's state was saved. Samplers draw their seed in the first pull, so the second pull, which
@@ -25,23 +30,11 @@ from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes
 from swpipe.loops.accelerate import AccelerateLoader
 from swpipe.loops.draws import LoaderDraws
-from swpipe.loops.live_loaders import (
-    end_workers,
-    goes_on,
-    has_live_workers,
-    has_own_state,
-    has_place,
-    is_prepared_with_state,
-    length_of,
-    lives_on,
-    may_keep_rows,
-    torchs,
-    with_state,
-)
-from swpipe.loops.loader_pass import LoaderPass, PulledLoader
-from swpipe.loops.pass_generators import PassGenerators, names_told
+from swpipe.loops.loader_pass import BEGUN, ENDED, LEFT, RUNNING, LoaderPass
+from swpipe.loops.pass_generators import PassGenerators, names_in_words
 from swpipe.loops.place_in_pass import begun_at
-from swpipe.loops.saved_state import OF_PLACE, checked_state, complete
+from swpipe.loops.pulled_loader import PulledLoader, torchs, with_state
+from swpipe.loops.saved_state import NEW_PASS, OF_PLACE, complete, why_not_loaded
 from swpipe.pipeline import SWPipeline, in_flight_of_others, settle
 
 Out = TypeVar("Out", covariant=True)  # noqa: PLC0105 - as the other pipelines call it
@@ -89,7 +82,8 @@ class ResumableLoop(Generic[Out]):
 
     counted = False
     _keep_nothing = True  # the user declares that persistent workers draw and count nothing
-    _told_lost = _told_live = False
+    _warned_lost = False
+    _warned_live = False
     _frames = 3  # the stack frames between a warning and the code that iterates
 
     def __init__(
@@ -109,12 +103,8 @@ class ResumableLoop(Generic[Out]):
             loader.in_loop = True
         where = resolve(getattr(pipe, "device", None) if device is None else device)
         self._pulled = self._pulled_loader(PassGenerators(torchs(loader), where))
-        self._pass: LoaderPass | None = None
+        self._pass: LoaderPass | None = None  # the last pass that has begun
         self._loaded: Mapping[str, Any] | None = None  # the state that the next pass resumes from
-        self._running: LoaderPass | None = None
-        self._left = False  # the last pass was left before its end
-        self._left_at_end = False  # the last pass was left in the body of its last batch
-        self._dropped = False  # the batches in flight at that time were dropped
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} over {type(self._loader).__name__}>\n{self.pipe!r}"
@@ -122,13 +112,9 @@ class ResumableLoop(Generic[Out]):
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
         # A pipeline of depth 1 pulls nothing ahead, so all draws have the order of a plain loop.
         pipe = self.pipe
-        most = 0
         ahead = not isinstance(pipe, SWPipeline) or pipe.plan.depth > 1
-        # Only an iterator gives dropped batches again: for other loaders none need be kept.
-        if isinstance(pipe, SWPipeline) and goes_on(self._loader):
-            most = pipe.plan.depth - 1
-        draws = LoaderDraws(generators, generators.own if ahead else (), said=True)
-        return PulledLoader(self._loader, generators, draws, ahead, most)
+        draws = LoaderDraws(generators, generators.own if ahead else (), declared=True)
+        return PulledLoader(self._loader, generators, draws, ahead)
 
     # ------------------------------------------------------------------------------ states
 
@@ -160,7 +146,7 @@ class ResumableLoop(Generic[Out]):
             pipeline = pipe.state_dict(check=not pipe.in_flight)
         else:
             pipeline = pipe.state_dict()
-        if self._left and rest is None:
+        if rest is None and self._pass is not None and self._pass.is_left:
             raise RuntimeError(
                 "the last pass was left early, and a state could lead to the rest of it or to a "
                 "new pass: save in the body of the loop, before you leave it, or say which by "
@@ -181,24 +167,22 @@ class ResumableLoop(Generic[Out]):
         # A state was loaded and no pass has begun since: the next state is the same place.
         if self._loaded is not None and current is None:
             return {name: self._loaded[name] for name in OF_PLACE}
-        if current is None or (self._left and not rest):
+        if current is None or (current.is_left and not rest):
             return self._between_passes(check)
-        # The rest of the pass has no batch, but resuming must still run it, as an empty pass.
-        if rest and self._left_at_end:
-            self._check_place(current, check)
-            return current.state_dict(check=check)
-        if others := self._others_in_flight(current):
-            raise RuntimeError(
-                f"iterations are in flight ({others}) that are not of this loop: finish their "
-                "iterator, or call drain(), before you save"
-            )
-        if not (current.ended or self._dropped):
-            self._count(current)
-        # A caller that counts batches makes no request after the last one: the pass ends here.
-        if self.counted and self._is_complete(current):
-            current.end()
-        if current.ended:
-            return self._between_passes(check)
+        # A pass that was left in the body of its last batch has a rest, if an empty one.
+        if not (rest and current.life == LEFT and current.ended):
+            if others := self._others_in_flight(current):
+                raise RuntimeError(
+                    f"iterations are in flight ({others}) that are not of this loop: finish their "
+                    "iterator, or call drain(), before you save"
+                )
+            if not current.ended:
+                self._count(current)
+            # A caller that counts batches makes no request after the last one: the pass ends here.
+            if self.counted and self._is_complete(current):
+                current.end()
+            if current.ended:
+                return self._between_passes(check)
         self._check_place(current, check)
         return current.state_dict(check=check)
 
@@ -207,11 +191,11 @@ class ResumableLoop(Generic[Out]):
         if shared := current.drawn_by_others():
             raise RuntimeError(
                 "the loader and something else, a task or the body of the loop, draw from "
-                f"{names_told(shared)}, or may, and the loader has drawn ahead: call drain() "
+                f"{names_in_words(shared)}, or may, and the loader has drawn ahead: call drain() "
                 "before you save, let the loader's workers draw (DataLoader(num_workers=1)), or "
                 "give tasks random=True"
             )
-        if check and current.handed_out and not has_place(self._loader):
+        if check and current.handed_out and not self._pulled.has_place:
             raise RuntimeError(
                 f"the loader ({type(self._loader).__name__}) is neither a sequence nor torch's "
                 "DataLoader over a map-style dataset, and does not say where it is in its pass: "
@@ -235,8 +219,8 @@ class ResumableLoop(Generic[Out]):
                 "DataLoader(persistent_workers=False); or, if they draw and count nothing, save by "
                 "state_dict(check=False)"
             )
-        if lives_on(self._loader) and not self._told_live:
-            self._told_live = True
+        if self._pulled.lives_on and not self._warned_live:
+            self._warned_live = True
             warnings.warn(
                 "the loader's workers will live on in the next pass, in which no state can be "
                 "saved: let each pass have new ones, by DataLoader(persistent_workers=False); or, "
@@ -244,7 +228,7 @@ class ResumableLoop(Generic[Out]):
                 RuntimeWarning,
                 stacklevel=6,
             )
-        if is_prepared_with_state(self._loader):
+        if self._pulled.is_prepared_with_state:
             raise RuntimeError(
                 "Accelerate prepared the loader with use_stateful_dataloader=True: it begins a "
                 "pass before the first one is asked for, and its state does not lead back to the "
@@ -259,26 +243,21 @@ class ResumableLoop(Generic[Out]):
         Raises:
             RuntimeError: ``check`` is True, and the new pass might not have the same numbers.
         """
-        loader: Any = self._loader
-        if self._left and has_own_state(loader):
+        of = self._pulled
+        if self._pass is not None and self._pass.is_left and of.has_state:
             raise RuntimeError(
                 "the loader has a state of its own, which leads to the rest of the pass that was "
                 "left early: save in the body of the next pass"
             )
         if check:
-            self._check_loader(live=has_live_workers(loader))
-        now = self._pulled.generators.read()
+            self._check_loader(live=of.has_live_workers)
+        now = of.generators.read()
         return {
-            "batches": 0,
+            **NEW_PASS,
             "at_start": now,
             "generators": now,
-            "loader": loader.state_dict() if has_own_state(loader) else None,
-            "loader_at_start": None,
-            "again": [],
-            "after_pull": None,
-            "loader_draws": sorted(self._pulled.draws.names),
-            "in_turn": self._pulled.draws.in_turn,
-            "coming": [],
+            "loader": of.loader.state_dict() if of.has_state else None,
+            **of.draws.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, check: bool = True) -> None:
@@ -302,27 +281,29 @@ class ResumableLoop(Generic[Out]):
             ValueError: The state was not saved by a loop of this kind.
         """
         self._refuse_running()
-        loader = self._loader
-        generators = self._pulled.generators
-        state = checked_state(state, type(self).__name__, loader, generators, same_ranks=check)
+        of = self._pulled
+        if why := why_not_loaded(state, of, same_ranks=check):
+            raise ValueError(
+                f"the state is not one that {type(self).__name__}.state_dict() returned for such a "
+                f"loop: {why}"
+            )
         if self._pass is not None:
-            self._pass.check_modified()
-        self._pulled.draws.names.update(state["loader_draws"])
-        self._pulled.draws.in_turn |= state["in_turn"]
+            self._pass.record.check_modified()
+        of.draws.load_state_dict(state)
         # Live workers have drawn and counted since the save; the resumed pass starts new ones.
-        end_workers(loader)
-        self._pass = self._loaded = None
+        of.end_workers()
+        self._pass = None
+        self._loaded = None
         # A pass had begun, if only by iter(loop): after_pull is None only between passes.
         if state["batches"] or state["after_pull"] is not None:
             again = state["again"] if check else [(before, None) for before, _ in state["again"]]
             coming = state["coming"] if check else []
             self._loaded = {**state, "again": again, "coming": coming}
         elif state["loader"] is not None:
-            begun_at(loader, state["loader"])
+            begun_at(of.loader, state["loader"])
         # Last, because begun_at() may draw from the generators.
-        generators.write(state["generators"])
+        of.generators.write(state["generators"])
         self.pipe.load_state_dict(state["pipeline"])
-        self._left = False
 
     # ------------------------------------------------------------------------------ passes
 
@@ -346,40 +327,44 @@ class ResumableLoop(Generic[Out]):
         next(contexts)
         return contexts
 
+    @property
+    def _running(self) -> LoaderPass | None:
+        """The pass that is under way, or None."""
+        current = self._pass
+        return current if current is not None and current.life == RUNNING else None
+
     def _begun(self) -> LoaderPass:
         """Begin the next pass: from a loaded state, the rest of a pass that was left, or anew."""
-        left = self._pass
+        current = self._pass
         pipe = self.pipe
         ours = isinstance(pipe, SWPipeline)  # SWPipeline itself refuses batches of another iterator
-        if self._left and not ours and (in_flight := pipe.state_dict()["in_flight"]):
+        left = current is not None and current.is_left
+        if left and not ours and (in_flight := pipe.state_dict()["in_flight"]):
             raise RuntimeError(
                 f"batches of the pass that was left early are in flight ({in_flight}): call "
                 "drain() before the next pass"
             )
         if self._loaded is not None:
             current = LoaderPass(self._pulled, self._loaded)
-        elif left is not None and left.goes_on():
-            current = left
-        else:
-            if left is not None:
-                self._check_lost(left)
-                left.await_pull()
+        elif current is None or not current.is_continued():
+            if current is not None:
+                self._check_lost(current)
+                current.await_pull()
             current = LoaderPass(self._pulled)
+        current.life = BEGUN
         self._pass = current
-        self._dropped = self._left = False
-        self._left_at_end = False
         return current
 
     def _iterate(self) -> Iterator[Out]:
         current = self._begun() if self._running is None else None
-        runs = failed = False
+        runs = False
+        failed = False
         try:
             yield None  # type: ignore[misc]  # taken by __iter__
             self._refuse_running()
-            current = self._pass = current or self._begun()
-            self._dropped = self._left = False
-            self._left_at_end = False
-            self._running = current
+            current = current or self._begun()
+            current.life = RUNNING
+            self._pass = current
             self._loaded = None
             runs = True
             self._begin(current)
@@ -396,25 +381,24 @@ class ResumableLoop(Generic[Out]):
                     failed = True
                     raise
                 current.hand_out()
-                current.begin_body()
                 yield out
                 del out  # this frame must not keep a context while the next one is computed
                 if self._running is not current:  # a new pass has ended this one
                     return
         finally:
             # This code runs at the end, after an early leave, and for a pass without any request.
-            if current is not None:
-                current.stop_watching()
-            if current is not None and runs and self._running is current:
-                self._end(current, failed=failed)
-            elif current is not None and not runs:
+            if current is not None and not runs:
                 self._forget(current)
+            elif current is not None:
+                self._pulled.draws.tensors.end_body()
+                if self._running is current:
+                    self._end(current, failed=failed)
 
     def _begin(self, current: LoaderPass) -> None:
         """Prepare a pass that begins or continues, before its first request."""
         # The second pull, before any task, shows which generators the loader draws from.
         if self._pulled.ahead and not current.pulled:
-            current.pull_alone(2)
+            current.pull_first_alone()
 
     def _make_ready(self, current: LoaderPass) -> None:
         """Prepare for the next iteration; subclasses implement this."""
@@ -425,44 +409,50 @@ class ResumableLoop(Generic[Out]):
 
     def _end(self, current: LoaderPass, *, failed: bool) -> None:
         """End a pass that is over, or that was left."""
-        self._running = None
+        current.life = ENDED
         if isinstance(self._loader, AccelerateLoader | LoaderAround):
             self._loader.leave()
         complete = self._is_complete(current)
-        ended = current.ended
+        dropped = False
         if not current.ended:
-            self._drop(current, failed=failed)
+            current.life = LEFT
+            dropped = self._drop(current, failed=failed)
             if complete and self.counted:
                 current.end()
         if current.ended:
             current.release()
-        elif self._dropped and (drawn := current.leave(failed=failed)):
+        elif dropped and (drawn := current.leave(failed=failed)):
             warnings.warn(
-                f"the pass was left, and the loader has drawn ahead from {names_told(drawn)}, from "
-                "which the loop draws, too, or may: what is drawn from now on is not what a plain "
-                "loop draws. Of a loader that draws alone say draws=True",
+                f"the pass was left, and the loader has drawn ahead from {names_in_words(drawn)}, "
+                "from which the loop draws, too, or may: what is drawn from now on is not what a "
+                "plain loop draws. Of a loader that draws alone say draws=True",
                 RuntimeWarning,
                 stacklevel=3,
             )
         # A pass that was left in the body of its last batch counts as ended from here on, but
         # state_dict(rest=True) may still ask for its rest, which is empty.
-        self._left_at_end = complete and not ended
         current.ended = current.ended or complete
-        self._left = not current.ended
+        times = self._pulled.times
+        # A part of a pass says little about the loader's share.
+        if current.ended and times is not None:
+            times.end(self._pulled.draws.who_draws)
 
-    def _drop(self, current: LoaderPass, *, failed: bool) -> None:
-        """Drop the batches in flight, if no task can have changed any state for them."""
+    def _drop(self, current: LoaderPass, *, failed: bool) -> bool:
+        """Drop the batches in flight, and return True, if no task can have changed state for them.
+
+        Otherwise they stay in flight.
+        """
         pipe = self.pipe
-        if not isinstance(pipe, SWPipeline) or self._others_in_flight(current):
-            return
-        if self._changed_early():
-            return
+        if not isinstance(pipe, SWPipeline) or self._changed_early():
+            return False
+        if self._others_in_flight(current):
+            return False
         if self.counted and self._is_complete(current) and not pipe.closed:
             settle(pipe)  # this lets the pipeline find the end of the loader
         if not failed:  # an error has already dropped them, and leave() counts its iteration
             self._count(current)
         pipe.drop()
-        self._dropped = True
+        return True
 
     def _changed_early(self) -> bool:
         """Return whether tasks may have changed something for iterations in flight."""
@@ -477,8 +467,8 @@ class ResumableLoop(Generic[Out]):
         Raises:
             RuntimeError: Live workers have made dropped batches, and may draw or count.
         """
-        if left.lost and may_keep_rows(self._loader) and not self._told_lost:
-            self._told_lost = True
+        if left.lost and self._pulled.may_keep_rows and not self._warned_lost:
+            self._warned_lost = True
             warnings.warn(
                 "the last pass was left, and the batches that were pulled ahead were dropped. If "
                 "the loader goes on where it stopped, as a stream does, or a collate_fn that keeps "
@@ -488,7 +478,7 @@ class ResumableLoop(Generic[Out]):
                 RuntimeWarning,
                 stacklevel=self._frames + 2,
             )
-        if left.lost and not self._keep_nothing and has_live_workers(self._loader):
+        if left.lost and not self._keep_nothing and self._pulled.has_live_workers:
             raise RuntimeError(
                 "the last pass was left, and the loader's workers, which live on, have made "
                 "batches that were pulled ahead and dropped: what they draw or count would not be "
@@ -499,7 +489,7 @@ class ResumableLoop(Generic[Out]):
 
     def _forget(self, current: LoaderPass) -> None:
         """Undo a pass that has begun without a request: a trainer only tests for iterability."""
-        if not goes_on(self._loader):
+        if not self._pulled.goes_on:
             current.undo()
             if self._pass is current:
                 self._pass = None
@@ -519,7 +509,7 @@ class ResumableLoop(Generic[Out]):
 
     def _is_complete(self, current: LoaderPass) -> bool:
         """Return whether all batches were handed out, according to the loader's length."""
-        return current.handed_out == length_of(self._loader)
+        return current.handed_out == self._pulled.length
 
     def _others_in_flight(self, current: LoaderPass) -> int:
         pipe = self.pipe

@@ -11,15 +11,21 @@ from torch import Tensor
 
 from swpipe._distributed.rank_checks import rank_count
 from swpipe.core.messages import counted, listed, shown
-from swpipe.loops.live_loaders import has_own_state
-from swpipe.loops.pass_generators import PassGenerators, is_default
+from swpipe.loops.pass_generators import is_default
+from swpipe.loops.pulled_loader import PulledLoader
 
 VERSION = 4
 
-OF_PLACE = (
-    *("batches", "coming", "loader", "loader_at_start", "loader_draws", "in_turn", "again"),
-    *("at_start", "after_pull", "generators"),
-)
+NEW_PASS: Mapping[str, Any] = {
+    "batches": 0,
+    "coming": [],
+    "again": [],
+    "after_pull": None,
+    "loader_at_start": None,
+}
+"""What a state has if it leads to a new pass."""
+
+OF_PLACE = (*NEW_PASS, "loader", "loader_draws", "in_turn", "at_start", "generators")
 """The keys of a state that lead to a place in a pass."""
 
 _OF_LOADER = ("loader", "loader_at_start")
@@ -34,29 +40,14 @@ def complete(pipeline: Mapping[str, int], place: Mapping[str, Any]) -> dict[str,
     return {**state, "checksum": _checksum(state)}
 
 
-def checked_state(
-    state: object, owner: str, loader: Any, generators: PassGenerators, *, same_ranks: bool
-) -> Mapping[str, Any]:
-    """Return a state that a loop of this kind has saved, or raise an error.
+def why_not_loaded(state: object, of: PulledLoader, *, same_ranks: bool) -> str:
+    """Return why a state cannot be loaded by a loop; empty if it can.
 
     Args:
         state: The state to check.
-        owner: The name of the loop's class, for the message.
-        loader: The loop's loader.
-        generators: The loop's generators.
+        of: The loop's loader.
         same_ranks: Whether the state must be of as many ranks as this job has.
-
-    Raises:
-        ValueError: The state was not saved by a loop of this kind, or has changed since.
     """
-    if why := _why_not(state, loader, generators, same_ranks):
-        raise ValueError(
-            f"the state is not one that {owner}.state_dict() returned for such a loop: {why}"
-        )
-    return state  # type: ignore[return-value]
-
-
-def _why_not(state: Any, loader: Any, generators: PassGenerators, same_ranks: bool) -> str:
     # From the outermost property to the innermost: each test relies on the ones before it.
     if not isinstance(state, Mapping):
         return f"it is {shown(state)}"
@@ -82,35 +73,35 @@ def _why_not(state: Any, loader: Any, generators: PassGenerators, same_ranks: bo
         )
     # Default generators may differ by machine. A loader's own have to match one to one.
     own = {name for name in state["generators"] if not is_default(name)}
-    if unknown := own - generators.own:
+    if unknown := own - of.generators.own:
         return (
             f"it has {listed(sorted(unknown), most=3)}, and this loop has no such random "
             "generator: resume with a loader that is made in the same way"
         )
-    if missing := generators.own - own:
+    if missing := of.generators.own - own:
         return f"it has no state of {listed(sorted(missing), most=3)}"
-    if (state["loader"] is not None) != has_own_state(loader):
+    if (state["loader"] is not None) != of.has_state:
         kind = "one with" if state["loader"] is not None else "one without"
         return (
             f"it was saved of {kind} a state of its own, and the loader is a "
-            f"{type(loader).__name__}: resume with a loader of the same kind"
+            f"{type(of.loader).__name__}: resume with a loader of the same kind"
         )
     return ""
 
 
 def _checksum(state: Mapping[str, Any]) -> int:
     """Return a checksum of all but the loader's own state, whatever containers a file uses."""
-    found = {name: one for name, one in state.items() if name not in ("checksum", *_OF_LOADER)}
-    return crc32(repr(_plain(found)).encode())
+    own = {key: value for key, value in state.items() if key not in ("checksum", *_OF_LOADER)}
+    return crc32(repr(_plain(own)).encode())
 
 
 def _plain(value: Any) -> Any:
     # Formats differ in their containers: JSON has no tuples, and torch.save keeps Tensors. So the
     # keys are sorted and sequences become lists.
     if isinstance(value, Mapping):
-        return sorted(f"{key!r}: {_plain(one)}" for key, one in value.items())
+        return sorted(f"{key!r}: {_plain(part)}" for key, part in value.items())
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(part) for part in value]
     if isinstance(value, Tensor):
         there = value.cpu().contiguous()
         # The bytes of a tensor, not its printed form, which leaves out values.

@@ -33,7 +33,6 @@ from swpipe.loops.accelerate import is_prepared
 from swpipe.loops.ahead_loop import function_tasks
 from swpipe.loops.ahead_tasks import HAND_OVER
 from swpipe.loops.handed_over import Handed, HandOver
-from swpipe.loops.live_loaders import goes_on
 from swpipe.loops.loader_pass import LoaderPass
 from swpipe.loops.overlapping import OverlappedLoop, loop_over
 
@@ -154,7 +153,7 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
             failed = failed and not (left and left[0].ctx.iter_idx == number)
             super()._end(current, failed=failed)
         # An iterator does not give these batches again, so their results are kept.
-        if goes_on(self._loader) and not (current.ended or self.pipe.closed):
+        if self._pulled.goes_on and not (current.ended or self.pipe.closed):
             self._left_pass = current
             self._kept.extendleft(reversed(left))
             if left and not failed and self._handed.interrupted:
@@ -298,9 +297,7 @@ def through(
         (*leading, *handed.given),
         pull_ahead=True,
         draws=draws,
-        keep_nothing=draws is False,
         depth=depth,
-        keep=None,
         workers=before,
         handed=handed,
         device=where,

@@ -13,6 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import swpipe
+from swpipe.device import resolve
+from swpipe.loops.draws import LoaderDraws
+from swpipe.loops.pass_generators import PassGenerators
+from swpipe.loops.pass_record import PassRecord
+from swpipe.loops.pulled_loader import PulledLoader
 
 Fn = Callable[[Any], None]
 ROWS = 22  # the last batch of 4 has 2
@@ -42,6 +47,13 @@ class NoisyRows(Rows):
 def batches(rows: Dataset[Tensor] | None = None, **options: Any) -> DataLoader[Tensor]:
     """Batches of 4 rows."""
     return DataLoader(rows or Rows(), **{"batch_size": 4, **options})
+
+
+def record_of(loader: Any, *, most: int = 0) -> PassRecord:
+    """Return the record of a pass over a loader, before its first pull."""
+    generators = PassGenerators(loader, resolve("cpu"))
+    draws = LoaderDraws(generators)
+    return PassRecord(PulledLoader(loader, generators, draws, ahead=True, most=most))
 
 
 class Training:

@@ -14,8 +14,8 @@ import torch
 import swpipe
 from swpipe import overlap
 from swpipe.loops import OverlappedLoop
-from swpipe.loops.batch_memory import Parts, has_parts
-from swpipe.loops.place_in_pass import PlacesPulled
+from swpipe.loops.batch_memory import Contents, has_checksums
+from tests.loops.ordinary_loops import record_of
 
 CHANGES: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
     "longer": (lambda n: [n, n + 1], lambda batch: batch.append(batch[0])),
@@ -148,10 +148,10 @@ def test_an_attribute_that_is_computed_when_it_is_read_is_no_change() -> None:
 def test_a_state_has_what_a_list_gives_after_it_was_saved() -> None:
     """A batch that is not yet pulled may be changed before the pass is left."""
     loader = [[number] for number in range(6)]
-    saved = PlacesPulled(loader).coming(1, 3)
-    assert saved == [Parts.of(batch).checksums for batch in loader[1:4]]
+    saved = record_of(loader, most=3).coming(1)
+    assert saved == [Contents(batch).checksums for batch in loader[1:4]]
     loader[2].append(0)
-    assert [has_parts(*both) for both in zip(loader[1:4], saved, strict=True)] == [
+    assert [has_checksums(*both) for both in zip(loader[1:4], saved, strict=True)] == [
         True,
         False,
         True,

@@ -265,6 +265,23 @@ def test_a_tensor_that_the_loader_reads_and_the_body_writes_is_refused() -> None
         run(loop, lambda number: rows[number].add_(1))
 
 
+def test_a_loader_in_turn_and_the_body_may_use_one_tensor() -> None:
+    """The loader draws, so nothing is ahead that could find another value."""
+
+    def run(over: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(3)
+        count = torch.zeros(1)
+
+        def loader() -> Iterator[Tensor]:
+            for _ in range(9):
+                count.add_(1)
+                yield count + torch.rand(1)
+
+        return [(batch.item(), count.mul_(2).item()) for batch in over(loader())]
+
+    assert run(swpipe.ahead) == run(iter)
+
+
 def test_the_tensors_of_a_known_dataset_are_not_changed() -> None:
     """Their versions are looked at with each pull."""
     rows = torch.zeros(22, 4)

@@ -26,14 +26,13 @@ from torch.utils.data.distributed import DistributedSampler
 import swpipe
 from swpipe import PipelinePlan, PipelineTask, SWPipeline
 from swpipe.loops import OverlappedLoop, ResumableLoop
-from swpipe.loops.batch_memory import Parts
-from swpipe.loops.place_in_pass import PlacesPulled
+from swpipe.loops.batch_memory import Contents
 from swpipe.plans import prefetch_plan
 from tests.contract.test_contract import Act, check
 from tests.contract.training import ROWS, Failing
 from tests.contract.training import Rows as ContractRows
 from tests.contract.ways import Looped, Overlap, OverlapInTurn, Way
-from tests.loops.ordinary_loops import StatefulRows, torchdata, with_generator
+from tests.loops.ordinary_loops import StatefulRows, record_of, torchdata, with_generator
 from tests.support.plans_for_tests import NOBODY_ELSE
 
 # torchdata, when a loader is made
@@ -320,11 +319,11 @@ def test_accelerates_loader_with_a_state_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 6 worker processes")
 def test_each_worker_is_compared() -> None:
     """At least one batch of it."""
-    places = PlacesPulled(plain(num_workers=6))
+    record = record_of(plain(num_workers=6))
     for number in range(1, 17):
-        places.note(number, number - 1, Parts.of(torch.ones(number)), {}, {})
-    assert len(places.up_to(16)) == 6
-    assert len({checksum for _, checksum in places.again(16)}) == 6
+        record.add(number, record.entry(number, torch.ones(number), {}), number - 1)
+    assert len(record.up_to(16)) == 6
+    assert len({checksum for _, checksum in record.again(16)}) == 6
 
 
 class Anything:
@@ -349,7 +348,7 @@ def test_batches_are_told_apart_by_what_is_in_them() -> None:
         ({"x": torch.ones(2)}, {"y": torch.ones(2)}, False),
     ]
     for one, other, same in pairs:
-        assert (Parts.of(one) == Parts.of(other)) is same, (one, other)
+        assert (Contents(one).checksums == Contents(other).checksums) is same, (one, other)
 
 
 # ------------------------------------------------------------------- a pipeline alone

@@ -279,6 +279,17 @@ def test_an_evaluation_with_the_same_pipeline_is_not_counted() -> None:
     loop.pipe.close()  # type: ignore[attr-defined]
 
 
+def test_batches_that_an_iterator_gives_again_count_once() -> None:
+    """After a break, with a plan of one's own."""
+    loop = loop_over(iter(range(9)))
+    for ctx in loop:
+        if ctx.batch == 2:
+            break
+    counts = [(ctx.batch, loop.state_dict(check=False)["batches"]) for ctx in loop]
+    assert counts == [(number, number + 1) for number in range(3, 9)]
+    loop.pipe.close()  # type: ignore[attr-defined]
+
+
 class Unplaced:
     """A loader that nobody can ask where it is."""
 
