@@ -39,15 +39,15 @@ def is_private(name: str) -> bool:
 
 def own_names(tree: ast.Module) -> set[str]:
     """The names that a module defines: functions, classes, variables, attributes of self."""
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node):
-            found.add(node.attr)
-    return found
+            names.add(node.attr)
+    return names
 
 
 def of_self(node: ast.Attribute) -> bool:
@@ -140,9 +140,8 @@ def uses(package: Path) -> dict[str, set[str]]:
 
 def rows() -> dict[str, tuple[set[str], list[str]]]:
     """The rows of the page: for each module its symbols, and the tests."""
-    found = _ROW.findall(PAGE.read_text(encoding="utf-8"))
     listed: dict[str, tuple[set[str], list[str]]] = {}
-    for path, symbols, tests in found:
+    for path, symbols, tests in _ROW.findall(PAGE.read_text(encoding="utf-8")):
         before, named = listed.get(path, (set(), []))
         listed[path] = (before | {*_CODE.findall(symbols)}, named + _CODE.findall(tests))
     return listed
@@ -155,8 +154,10 @@ def test_each_private_name_of_another_package_has_a_row() -> None:
     """
     listed = {path: symbols for path, (symbols, _) in rows().items()}
     used = uses(PACKAGE)
-    assert {p: sorted(some) for p in used if (some := used[p] - listed.get(p, set()))} == {}
-    assert {p: sorted(some) for p in listed if (some := listed[p] - used.get(p, set()))} == {}
+    lacking = {path: sorted(used[path] - listed.get(path, set())) for path in used}
+    needless = {path: sorted(listed[path] - used.get(path, set())) for path in listed}
+    assert {path: names for path, names in lacking.items() if names} == {}
+    assert {path: names for path, names in needless.items() if names} == {}
 
 
 def test_each_row_of_private_names_has_tests() -> None:
