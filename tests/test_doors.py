@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.test_layout import PACKAGE, parsed
+import pytest
 
-OF_OTHERS = {
-    # Python's
-    "_DummyThread", "_current_frames", "_exit", "_fields", "_getframe", "_replace",
-    # torch's and numpy's
-    "_C", "_DisableTorchDispatch", "_abort_process_group", "_accelerator_getDeviceIndex",
-    "_accelerator_getStream",
-    "_BaseDataLoaderIter", "_DatasetKind", "_InfiniteConstantSampler", "_dataset_kind",
-    "_num_yielded",
-    "_autograd", "_base", "_bit_generator",
-    "_buffers", "_cdata", "_current_autograd_node", "_current_graph_task_id",
-    "_engine_run_backward", "_functorch",
-    "_Action", "_PipelineScheduleRuntime", "_get_default_store", "_get_dispatch_stack_at",
-    "_comp_type_to_function_map", "_maybe_compute_loss", "_maybe_get_loss", "_wait_batch_p2p",
-    "_get_pipeline_order", "_has_backward", "_initialize_stages", "_is_view",
-    "_backward_cls", "_prepare_schedule_with_comms", "_resolve_process_group",
-    "_qualified_op_name", "_stages",
-    "_add_reduce_grad", "_add_send_recv", "_add_unshard_reshard", "_assert_unsharded",
-    "_find_tensors", "_get_backend", "_get_default_group", "_n_microbatches", "_neg_view",
-    "_new_process_group_helper", "_resolve_peer_global_rank", "_timeout",
-    "_validate_and_set_stage_mapping", "_world",
-    "_get_function_stack_at", "_has_storage", "_indices", "_is_profiler_enabled", "_iterator",
-    "_pop_torch_function_stack",
-    "_is_torch_function_enabled", "_is_torch_function_mode_enabled", "_len_torch_dispatch_stack",
-    "_len_torch_function_stack", "_make_wrapper_subclass", "_mesh_resources", "_parameters",
-    "_pytree",
-    "_pop_torch_dispatch_stack", "_push_on_torch_dispatch_stack", "_record_function_enter_new",
-    "_saved_tensors_hooks_get_disabled_error_message", "_schema", "_storage_Use_Count",
-    "_top_saved_tensors_default_hooks", "_values", "_version",
-    "_activate_gpu_trace", "_gpu_trace", "_is_in_bad_fork", "_lazy_init", "_register_device_module",
-    # TorchRec's
-    "_awaitables", "_context", "_current_step", "_dist", "_fuse_input_dist_splits",
-    "_get_leaf_module_names",
-    "_input", "_input_tensors", "_jt_dict", "_module", "_optimizer",
-    "_override_input_dist_forwards", "_workers",
-    "_embedding_collection", "_embedding_dim_for_sharding_type", "_embedding_names_per_sharding",
-    "_env", "_features_to_permute_indices", "_lookups", "_need_indices", "_output_dists",
-    "_overlap_handlers", "_sharding_type_to_sharding",
-    # dynamicemb's
-    "_prefetch_outstanding_keys", "_prefetch_states",
-}  # fmt: skip
-"""Private names of other projects for which there is no public one."""
+from tests.test_layout import PACKAGE, ROOT, parsed
+
+PAGE = ROOT / "docs" / "private-symbols.md"
+
+OF_PYTHON = {
+    *("_DummyThread", "_current_frames", "_exit", "_fields", "_getframe", "_is_gil_enabled"),
+    *("_replace", "_thread"),
+}
+"""Names of Python's own that need no row on the page."""
+
+NO_SYMBOLS = {"_Req", "_like", "_process", "_released", "_sequencer", "_shortcut_tasks"}
+"""Strings that begin with an underscore and name nothing of another package."""
+
+_ROW = re.compile(r"^\| `(swpipe/[\w/]+\.py)` \| (.+?) \| (.+?) \|$", re.MULTILINE)
+_CODE = re.compile(r"`([^`]+)`")
 
 
 def modules(package: Path) -> Iterator[tuple[Path, ast.Module]]:
@@ -59,49 +34,156 @@ def modules(package: Path) -> Iterator[tuple[Path, ast.Module]]:
 
 def is_private(name: str) -> bool:
     """Whether a name has one leading underscore."""
-    return name.startswith("_") and not name.startswith("__") and name != "_"
+    return name.startswith("_") and not name.endswith("__") and name.strip("_") != ""
 
 
 def own_names(tree: ast.Module) -> set[str]:
     """The names that a module defines: functions, classes, variables, attributes of self."""
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node):
-            found.add(node.attr)
-    return found
+            names.add(node.attr)
+    return names
 
 
 def of_self(node: ast.Attribute) -> bool:
-    """Whether the object is ``self`` or ``cls``."""
-    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+    """Whether the object is ``self``, ``cls`` or ``super()``."""
+    return ast.unparse(node.value) in ("self", "cls", "super()")
 
 
-def private_uses(package: Path) -> list[str]:
-    """Where a module uses a private attribute or imports a private name that is not its own."""
-    found = []
-    for path, tree in modules(package):
-        allowed = own_names(tree) | OF_OTHERS
-        for node in ast.walk(tree):
-            names = []
-            if isinstance(node, ast.Attribute) and not of_self(node):
-                names = [node.attr]
-            elif isinstance(node, ast.ImportFrom):
-                names = [alias.name for alias in node.names]
-            found += [
-                f"{path}:{getattr(node, 'lineno', '?')}: {name}"
-                for name in names
-                if is_private(name) and name not in allowed
-            ]
-    return found
+def torchs_modules(tree: ast.Module) -> dict[str, str]:
+    """What a module imports of torch: the local name to the dotted one."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {
+                a.asname or "torch": a.name for a in node.names if a.asname or a.name == "torch"
+            }
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return {local: name for local, name in names.items() if name.split(".")[0] == "torch"}
 
 
-def test_no_module_uses_a_private_name_of_another() -> None:
-    """What is needed of another module has a public name there."""
-    assert private_uses(PACKAGE) == []
+def attributes_of_others(tree: ast.Module, package: set[str]) -> Iterator[str]:
+    """The private attributes that a module uses, and does not define.
+
+    Those of ``self`` may be another module's of swpipe, whose names are in ``package``. The name is
+    dotted where the object is a module of torch.
+    """
+    here, imported = own_names(tree), torchs_modules(tree)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not is_private(node.attr):
+            continue
+        if node.attr not in (package if of_self(node) else here):
+            root, _, rest = ast.unparse(node).partition(".")
+            of_torch = root in imported and re.fullmatch(r"[\w.]+", rest)
+            yield f"{imported[root]}.{rest}" if of_torch else node.attr
+
+
+def private_imports(tree: ast.AST) -> Iterator[str]:
+    """The private names that a module imports, and what it imports from private modules.
+
+    Not for type checkers alone: mypy reports these.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield from private_imports(node)
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            # A package of swpipe may be private: what is in it is not.
+            checked = name.rpartition(".")[2] if name.startswith("swpipe.") else name
+            if any(map(is_private, checked.split("."))):
+                yield name
+
+
+def private_strings(tree: ast.Module, package: set[str]) -> Iterator[str]:
+    """The strings that are private names, such as arguments of ``getattr``."""
+    formatted = [part for f in ast.walk(tree) if isinstance(f, ast.JoinedStr) for part in f.values]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value
+            if name.isidentifier() and is_private(name) and node not in formatted:
+                yield from {name} - package - NO_SYMBOLS
+
+
+def private_symbols(tree: ast.Module, package: set[str]) -> set[str]:
+    """The private names of other packages, or of other modules of swpipe, that a module uses."""
+    names = {
+        *attributes_of_others(tree, package),
+        *private_imports(tree),
+        *private_strings(tree, package),
+    }
+    names = {name for name in names if not OF_PYTHON & {*name.split(".")}}
+    return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
+
+
+def uses(package: Path) -> dict[str, set[str]]:
+    """These names for each module that uses some."""
+    trees = dict(modules(package))
+    own = set().union(*map(own_names, trees.values()))
+    return {
+        f"swpipe/{path.as_posix()}": names
+        for path, tree in trees.items()
+        if (names := private_symbols(tree, own))
+    }
+
+
+def rows() -> dict[str, tuple[set[str], list[str]]]:
+    """The rows of the page: for each module its symbols, and the tests."""
+    listed: dict[str, tuple[set[str], list[str]]] = {}
+    for path, symbols, tests in _ROW.findall(PAGE.read_text(encoding="utf-8")):
+        before, named = listed.get(path, (set(), []))
+        listed[path] = (before | {*_CODE.findall(symbols)}, named + _CODE.findall(tests))
+    return listed
+
+
+def test_each_private_name_of_another_package_has_a_row() -> None:
+    """What is needed of another module of swpipe has a public name there; the rest is on a page.
+
+    What a row names and its module no longer uses is taken from the row.
+    """
+    listed = {path: symbols for path, (symbols, _) in rows().items()}
+    used = uses(PACKAGE)
+    lacking = {path: sorted(used[path] - listed.get(path, set())) for path in used}
+    needless = {path: sorted(listed[path] - used.get(path, set())) for path in listed}
+    assert {path: names for path, names in lacking.items() if names} == {}
+    assert {path: names for path, names in needless.items() if names} == {}
+
+
+def test_each_row_of_private_names_has_tests() -> None:
+    """They fail where the module's private names go."""
+    assert [path for path, (_, tests) in rows().items() if not tests] == []
+    tests = {test for _, named in rows().values() for test in named}
+    assert [test for test in sorted(tests) if not (ROOT / test).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "symbols"),
+    [
+        ("import torch\ntorch._C._f()", {"torch._C._f"}),
+        ("from torch.utils import _pytree as tree\ntree._leaf", {"torch.utils._pytree._leaf"}),
+        ("from torch._utils import thing", {"torch._utils.thing"}),
+        ("def f(tensor): return tensor._base", {"_base"}),
+        ("getattr(module, '_modules')", {"_modules"}),
+        ("from swpipe.core.task import _part", {"swpipe.core.task._part"}),
+        ("class A:\n    def __init__(self): self._own = 1\n    def f(a): return a._own", set()),
+        ("from swpipe._values import walk\nnode._replace(a=1)", set()),
+    ],
+)
+def test_a_private_name_of_another_package_is_found(code: str, symbols: set[str]) -> None:
+    """As an attribute, an import and a string; one that the module defines is its own."""
+    tree = ast.parse(code)
+    assert private_symbols(tree, own_names(tree)) == symbols
 
 
 def names_a_device(node: ast.AST) -> bool:

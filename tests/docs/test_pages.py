@@ -151,6 +151,25 @@ def test_each_example_has_a_line_on_the_page_of_examples() -> None:
     assert sorted(line for line in page if line.startswith("| [")) == sorted(rows)
 
 
+def test_each_public_module_has_one_tier() -> None:
+    """The page of stability names each public module once, as stable or as provisional."""
+    page = (DOCS / "stability.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(swpipe[\w.]*)` \| .+ \|$", page, re.MULTILINE)
+    assert sorted(listed) == sorted(PUBLIC)
+
+
+def test_each_decision_is_listed() -> None:
+    """A record has a row, and the headings of the others."""
+    folder = DOCS / "decisions"
+    index = (folder / "index.md").read_text(encoding="utf-8")
+    records = {page.name for page in folder.glob("*.md")} - {"index.md"}
+    assert {*re.findall(r"^\| \[.+\]\((.+)\) \| .+ \|$", index, re.MULTILINE)} == records
+    headings = ["Context", "Options", "Decision", "Consequences", "When to look at it again"]
+    for name in records:
+        text = (folder / name).read_text(encoding="utf-8")
+        assert re.findall(r"^## (.+)$", text, re.MULTILINE) == headings, name
+
+
 def test_the_guide_and_the_readme_stay_short() -> None:
     """Both have a limit, so that what is added replaces something."""
     words = [
