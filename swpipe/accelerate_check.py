@@ -55,7 +55,7 @@ def _in_use() -> list[Any]:
     """Return the loaders that Accelerate takes to be iterated over, innermost last."""
     state = _state()
     known = () if state is None else state.dataloader_references
-    return [one for one in known if one is not None]
+    return [loader for loader in known if loader is not None]
 
 
 def _is_prepared(loader: Any) -> bool:

@@ -65,10 +65,10 @@ class PlanError(ValueError):
         count = len(self.problems)
         many = "one problem" if count == 1 else f"{count} problems"
         head = f"{self.what} cannot run: {many}"
-        told = self._told()
-        lines = [head, *(f"  {n}. {text}" for n, text in enumerate(told, start=1))]
-        if len(told) < count:
-            lines.append(f"  and {count - len(told)} more")
+        texts = self._told()
+        lines = [head, *(f"  {n}. {text}" for n, text in enumerate(texts, start=1))]
+        if len(texts) < count:
+            lines.append(f"  and {count - len(texts)} more")
         if grid:
             lines += ["", grid]
         super().__init__("\n".join(lines))
@@ -76,12 +76,12 @@ class PlanError(ValueError):
     @property
     def in_one_line(self) -> str:
         """The problems of the message on one line, without the grid."""
-        told = self._told()
-        more = len(self.problems) - len(told)
-        return "; ".join(told) + (f"; and {more} more" if more else "")
+        texts = self._told()
+        more = len(self.problems) - len(texts)
+        return "; ".join(texts) + (f"; and {more} more" if more else "")
 
     def _told(self) -> list[str]:
-        told: list[str] = []
+        texts: list[str] = []
         room = MOST_IN_MESSAGE
         for problem in self.problems:
             # One line per problem, and a limit on each: names and values in the text come from the
@@ -89,10 +89,10 @@ class PlanError(ValueError):
             text = shorten(" ".join(problem.text.splitlines()), _MOST_IN_PROBLEM)
             room -= len(text)
             # The first problem is always told, however long it is.
-            if told and room < 0:
+            if texts and room < 0:
                 break
-            told.append(text)
-        return told
+            texts.append(text)
+        return texts
 
 
 class StallError(RuntimeError):

@@ -15,5 +15,5 @@ _WHERE = {
 
 def where_it_is(name: str) -> str:
     """Return the message of the ``AttributeError`` for a name that ``SWPipeline`` does not have."""
-    told = "".join(f": {where}" for names, where in _WHERE.items() if name in names.split())
-    return f"'SWPipeline' object has no attribute {name!r}{told}"
+    hint = "".join(f": {where}" for names, where in _WHERE.items() if name in names.split())
+    return f"'SWPipeline' object has no attribute {name!r}{hint}"

@@ -46,20 +46,20 @@ def differences(held: Sequence[Facts]) -> str:
 
     ``held`` is by rank.
     """
-    told = []
+    texts = []
     for fact in dict.fromkeys(chain.from_iterable(held)):
         values = [facts.get(fact, "none") for facts in held]
         if len(set(values)) > 1:
-            told.append(f"{fact}: {_by_value(values)}")
-    more = len(told) - _MOST
-    return "; ".join(told[:_MOST]) + (f"; and {more} more" if more > 0 else "")
+            texts.append(f"{fact}: {_by_value(values)}")
+    more = len(texts) - _MOST
+    return "; ".join(texts[:_MOST]) + (f"; and {more} more" if more > 0 else "")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return a text such as "rank 3" or "ranks 0, 1", with the first few of many ranks."""
-    told = ", ".join(map(str, ranks[:_RANKS]))
+    listed = ", ".join(map(str, ranks[:_RANKS]))
     more = f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {told}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
 
 
 def _by_value(values: Sequence[str]) -> str:
@@ -70,12 +70,12 @@ def _by_value(values: Sequence[str]) -> str:
     if max(map(len, ranks)) > MOST_CHARACTERS:
         same = takewhile(lambda at: len({*at}) == 1, zip(*ranks, strict=False))
         start = max(0, sum(1 for _ in same) - _AGREED)
-    told = [
+    texts = [
         f"{'...' if start else ''}{shorten(value[start:])} on {name_ranks(on)}"
         for value, on in islice(ranks.items(), _VALUES)
     ]
     more = len(ranks) - _VALUES
-    return ", ".join(told) + (f", and {more} other values" if more > 0 else "")
+    return ", ".join(texts) + (f", and {more} other values" if more > 0 else "")
 
 
 def _entry(entry: TaskSchedule) -> str:
@@ -84,5 +84,5 @@ def _entry(entry: TaskSchedule) -> str:
     A ``torch.Stream`` has another number in each process.
     """
     values = {f.name: getattr(entry, f.name) for f in fields(entry)}
-    told = {k: "a torch.Stream" if isinstance(v, torch.Stream) else v for k, v in values.items()}
-    return f"({', '.join(f'{key} {value}' for key, value in told.items())})"
+    shown = {k: "a torch.Stream" if isinstance(v, torch.Stream) else v for k, v in values.items()}
+    return f"({', '.join(f'{key} {value}' for key, value in shown.items())})"

@@ -399,8 +399,8 @@ class EvenIterator:
         """
         if not self.over:
             raise RuntimeError("steps are still to come: rest() is what is left after the last")
-        kept = [own.batch for own in self._line if own.status == _HAS]
-        return itertools.chain(kept, () if self._data_ended else self.source)
+        batches = [own.batch for own in self._line if own.status == _HAS]
+        return itertools.chain(batches, () if self._data_ended else self.source)
 
     # ------------------------------------------------------------------ steps without a message
 
@@ -569,8 +569,8 @@ class EvenIterator:
         pulled = [agreement.own for agreement in self._ahead]
         self._ahead.clear()
         # Pads and missing batches are made again; batches and errors are not.
-        kept = [own for own in pulled if own.status in (_HAS, _FAILED, _CANNOT_PAD)]
-        self._line.extendleft(reversed(kept))
+        batches = [own for own in pulled if own.status in (_HAS, _FAILED, _CANNOT_PAD)]
+        self._line.extendleft(reversed(batches))
 
     def _await(self, statuses: Tensor, work: dist.Work | None, question: str) -> list[int]:
         """Return the statuses of all ranks.

@@ -86,7 +86,7 @@ class PullLimit:
     def _watch(self) -> None:
         interval_s = min(self._limit_s / 5, 1.0)
         last = time.monotonic()
-        seen = None
+        last_began = None
         pulling_s = 0.0
         while not self._ended.reaches(1, interval_s):
             # The pass is gone, and a signal has interrupted its finalizer.
@@ -97,8 +97,8 @@ class PullLimit:
             # not count.
             looked_s = min(now - last, LOOK_COUNTS_AT_MOST * interval_s)
             last = now
-            pulling_s = pulling_s + looked_s if self.began == seen is not None else 0.0
-            seen = self.began
+            pulling_s = pulling_s + looked_s if self.began == last_began is not None else 0.0
+            last_began = self.began
             error = self.late
             if error is None and pulling_s >= self._limit_s:
                 watched = self._watched()

@@ -117,7 +117,7 @@ def host_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.Proces
 
     Creating it is a collective of these ranks.
     """
-    made: dist.ProcessGroup = dist.new_group(
+    new_group: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group or dist.group.WORLD),
         timeout=dt.timedelta(seconds=timeout_s),
         backend="gloo",
@@ -125,8 +125,8 @@ def host_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.Proces
     )
     # Without this barrier, ranks that are still connecting would report a closed connection if a
     # rank fails here.
-    dist.barrier(group=made)
-    return made
+    dist.barrier(group=new_group)
+    return new_group
 
 
 def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> None:
@@ -221,8 +221,8 @@ def _said_by(rank: int, turn: int, store: Any, act: ShortcutAct, timeout_s: floa
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.01)
-    said: str = store.get(key).decode()
-    return said
+    text: str = store.get(key).decode()
+    return text
 
 
 def rank_prefix() -> str:
@@ -334,7 +334,7 @@ def _cause(own: _Word, error: BaseException) -> str:
                 return str(first)
         missing = _without_word(store, ranks)
         keys = [_WORD.format(rank) for rank in ranks if rank not in missing]
-        words = [_Word(*json.loads(said)) for said in store.multi_get(keys)]
+        words = [_Word(*json.loads(text)) for text in store.multi_get(keys)]
         recent = [word for word in words if own.time_s - word.time_s <= RECENT_S]
         # A rank without a recent word may have been killed, which leaves no word.
         silent = sorted({*ranks} - {word.rank for word in recent})

@@ -13,5 +13,5 @@ def cores() -> int:
 
 def ranks_on_machine() -> int:
     """Return the number of ranks on this machine, as torchrun sets it; 1 if it is not set."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, int(told)) if told.isdecimal() else 1
+    count = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(count)) if count.isdecimal() else 1

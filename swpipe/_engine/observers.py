@@ -150,7 +150,7 @@ class Observers:
         finally:
             with self._lock:
                 # Compare by identity: an observer may define ``__eq__``.
-                index = next(i for i, one in enumerate(self._added) if one is observer)
+                index = next(i for i, added in enumerate(self._added) if added is observer)
                 # A new tuple: other threads may be iterating over the old one, without the lock.
                 self._added = self._added[:index] + self._added[index + 1 :]
 

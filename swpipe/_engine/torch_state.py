@@ -125,7 +125,7 @@ class _Settings:
             ),
             # The OpenMP runtime keeps the count per thread, so each thread has to set it.
             (torch.get_num_threads, _plain(torch.set_num_threads)),
-            (_DENORMAL.__bool__, _plain(lambda kept: torch.set_flush_denormal(not kept))),
+            (_DENORMAL.__bool__, _plain(lambda denormals: torch.set_flush_denormal(not denormals))),
             # torch calls the innermost hooks only.
             (
                 partial(hooks._top_saved_tensors_default_hooks, False),

@@ -87,7 +87,7 @@ class Watchdog:
             self._thread.join(GRACE_S)
 
     def _watch(self) -> None:
-        seen: list[tuple[int, int]] = []
+        last_places: list[tuple[int, int]] = []
         interval_s = min(self._timeout_s / 5, 1.0)
         idle_s = 0.0
         last = time.monotonic()
@@ -105,8 +105,8 @@ class Watchdog:
                 return
             places = [(lane.period, lane.position) for lane in self._run.lanes]
             # Between two calls nothing has to move: the user's code is running.
-            if places != seen or not self._run.in_call:
-                seen = places
+            if places != last_places or not self._run.in_call:
+                last_places = places
                 idle_s = 0.0
                 continue
             idle_s += looked_s

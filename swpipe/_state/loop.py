@@ -56,9 +56,9 @@ class LoopState:
         refuse_scripted(self.owners)
         # Only for shown state: whoever names the state explicitly may leave a scheduler out on
         # purpose.
-        for one in self.owners if self._shown else ():
-            if isinstance(one.owner, Optimizer):
-                refuse_scheduled(one.owner, [other.owner for other in self.owners])
+        for owner in self.owners if self._shown else ():
+            if isinstance(owner.owner, Optimizer):
+                refuse_scheduled(owner.owner, [other.owner for other in self.owners])
         self._captured = Captured(tasks)
         self._snapshot = Snapshot(self.owners, device)
 
@@ -112,7 +112,7 @@ class LoopState:
         self._snapshot.add(Owner(kind, optimizer))
 
 
-def refuse_scripted(found: Iterable[Owner]) -> None:
+def refuse_scripted(owners: Iterable[Owner]) -> None:
     """Refuse modules of TorchScript, and modules that have one as a part.
 
     Raises:
@@ -120,11 +120,11 @@ def refuse_scripted(found: Iterable[Owner]) -> None:
     """
     names: list[str] = []
     others: set[int] = set()
-    for one in found:
-        if isinstance(one.owner, Module) and id(one.owner) not in others:
-            parts = list(modules_in(one.owner))
+    for owner in owners:
+        if isinstance(owner.owner, Module) and id(owner.owner) not in others:
+            parts = list(modules_in(owner.owner))
             if any(isinstance(part, ScriptModule) for part in parts):
-                names.append(str(one))
+                names.append(str(owner))
             else:
                 # Parts of a module that was searched need no search of their own.
                 others.update(map(id, parts))
@@ -138,10 +138,10 @@ def refuse_scripted(found: Iterable[Owner]) -> None:
 
 def declared_owners(tasks: Iterable[PipelineTask]) -> Iterator[Owner]:
     """Yield the modules, tensors and objects with ``state_dict`` in declared memory."""
-    seen: set[int] = set()
+    known: set[int] = set()
     for _, io, owner in declared_memory(tasks):
-        if id(owner) not in seen and (isinstance(owner, Tensor) or has_state(owner)):
-            seen.add(id(owner))
+        if id(owner) not in known and (isinstance(owner, Tensor) or has_state(owner)):
+            known.add(id(owner))
             yield Owner(str(io.state), owner)
 
 
@@ -149,7 +149,9 @@ def declared_memory(
     tasks: Iterable[PipelineTask],
 ) -> Iterator[tuple[PipelineTask, DeclaredIO, Any]]:
     """Yield each task, declaration and object in declared memory, as this rank's shards."""
-    for task, io in ((one, io) for one in tasks for io in one.io if io.memory is not None):
+    for task, io in (
+        (declaring, io) for declaring in tasks for io in declaring.io if io.memory is not None
+    ):
         # In a list, so that a memory that is itself a tensor or a module is the child of a
         # container.
         for child in (child for node in nodes_in([io.memory]) for child in node.children):

@@ -65,7 +65,9 @@ def refuse_scheduled(optimizer: Optimizer, restored: Iterable[Any]) -> None:
         UnsavedStateError: A task may step the scheduler, which no hook shows.
     """
     scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # set by torch's schedulers
-    if scheduled and not any(getattr(one, "optimizer", None) is optimizer for one in restored):
+    if scheduled and not any(
+        getattr(scheduler, "optimizer", None) is optimizer for scheduler in restored
+    ):
         raise UnsavedStateError(
             [f"the scheduler of {type(optimizer).__name__}"],
             "the tasks may step a scheduler",

@@ -88,8 +88,8 @@ def by_attributes(cls: Any) -> Kind:
     slots = tuple(_slots_of(cls))
 
     def named(value: Any) -> dict[str, Any]:
-        found = dict(getattr(value, "__dict__", ()))
-        return found | {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
+        attributes = dict(getattr(value, "__dict__", ()))
+        return attributes | {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
 
     def empty(value: Any) -> Any:
         try:

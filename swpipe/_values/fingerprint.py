@@ -75,23 +75,23 @@ class Fingerprint:
         self._states: list[TensorState] = []
         self._copies: list[Tensor | None] = []
         self._buffers: list[tuple[Any, bytes]] = []
-        for one, kind, children in parts_in(value, _part if objects else None):
+        for part, kind, children in parts_in(value, _part if objects else None):
             # Parameters belong to their module: training them does not modify the value that holds
             # them.
-            if isinstance(one, Parameter):
-                self.leaves.append(one)
+            if isinstance(part, Parameter):
+                self.leaves.append(part)
             elif kind is TENSOR:
-                self.tensors.append(one)
-                self._states.append(TensorState.of(one))
-                self._copies.append(_inference_copy(one))
+                self.tensors.append(part)
+                self._states.append(TensorState.of(part))
+                self._copies.append(_inference_copy(part))
             # All opened kinds but _OBJECTS are nodes: an array of objects is compared by its bytes,
             # and the objects in it are parts of their own.
             elif kind is not _CLOSED and kind is not _OBJECTS:
-                self.nodes.append(ValueNode(one, tuple(kind.keys(one)), children))
-            elif (digest := _digest(one)) is not None:
-                self._buffers.append((one, digest))
+                self.nodes.append(ValueNode(part, tuple(kind.keys(part)), children))
+            elif (digest := _digest(part)) is not None:
+                self._buffers.append((part, digest))
             else:
-                self.leaves.append(one)
+                self.leaves.append(part)
 
     def changed(self) -> bool:
         """Return whether anything in the value was modified in place since."""

@@ -86,13 +86,13 @@ class Snapshot:
         tensors = SavedTensors()
         # An optimizer may wrap others, whose containers and tensors are saved as well.
         wrapped = [
-            Owner(one.path, inner)
-            for one in owners
-            if isinstance(one.owner, Optimizer)
-            for inner in optimizers_in(one.owner)
-            if inner is not one.owner
+            Owner(given.path, inner)
+            for given in owners
+            if isinstance(given.owner, Optimizer)
+            for inner in optimizers_in(given.owner)
+            if inner is not given.owner
         ]
-        saved = [_save(one, tensors) for one in (*owners, *wrapped)]
+        saved = [_save(given, tensors) for given in (*owners, *wrapped)]
         # Restored in this order: first the containers and modules, then the tensors in them, last
         # the generators, since restoring may run the user's code, which may draw.
         self._restores: list[Restore] = [*saved, tensors.restore]
@@ -108,12 +108,12 @@ class Snapshot:
             if tensor.untyped_storage().data_ptr() not in addresses
         }
         self._told: set[str] = set()
-        self._optimizers = {id(one.owner) for one in (*owners, *wrapped)}
+        self._optimizers = {id(given.owner) for given in (*owners, *wrapped)}
         self._optimizers |= {
             id(optimizer)  # restored by the object itself
-            for one in owners
-            if not isinstance(one.owner, WHOLE) and has_state_dict(one.owner)
-            for optimizer in optimizers_in(one.owner)
+            for given in owners
+            if not isinstance(given.owner, WHOLE) and has_state_dict(given.owner)
+            for optimizer in optimizers_in(given.owner)
         }
         self._added: dict[object, tuple[weakref.ref[Optimizer] | None, list[Restore]]] = {}
 
@@ -148,32 +148,34 @@ class Snapshot:
             if tensor is not before or version_of(tensor) != version:
                 yield path
 
-    def add(self, one: Owner) -> None:
+    def add(self, given: Owner) -> None:
         """Save one more object as it is now, to be restored before everything saved earlier.
 
         A task is running, and may have filled containers that modules hold beside parameters and
         buffers, such as a queue: these containers are left alone. An optimizer is not kept alive.
         """
         self._device.synchronize()
-        modules = [*modules_of([one])]
+        modules = [*modules_of([given])]
         _reshard(modules)
         self._modules += modules
         tensors = SavedTensors()
         added = self._added
         key = object()
-        restores: list[Restore] = [_save(one, tensors, within=True), tensors.restore]
+        restores: list[Restore] = [_save(given, tensors, within=True), tensors.restore]
 
         # Called when the optimizer is freed: nothing is left to restore.
         def forget(_: object) -> None:
             added.pop(key, None)
 
-        optimizer = weakref.ref(one.owner, forget) if isinstance(one.owner, Optimizer) else None
+        optimizer = weakref.ref(given.owner, forget) if isinstance(given.owner, Optimizer) else None
         added[key] = optimizer, restores
 
     def restores(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer is restored."""
-        added = (one and one() for one, _ in [*self._added.values()])
-        return id(optimizer) in self._optimizers or any(one is optimizer for one in added)
+        added = (reference and reference() for reference, _ in [*self._added.values()])
+        return id(optimizer) in self._optimizers or any(
+            reference is optimizer for reference in added
+        )
 
 
 def _unsaved_tensors(modules: Iterable[Module]) -> Iterator[tuple[str, Tensor]]:
@@ -214,9 +216,9 @@ def _reshard(modules: Iterable[Module]) -> None:
             module.reshard()
 
 
-def _save(one: Owner, tensors: SavedTensors, *, within: bool = False) -> Restore:
+def _save(given: Owner, tensors: SavedTensors, *, within: bool = False) -> Restore:
     """Save the state of one object, and return the function that restores it."""
-    owner = one.owner
+    owner = given.owner
     if isinstance(owner, Tensor):
         tensors.add(owner)
         return lambda: None
@@ -225,7 +227,7 @@ def _save(one: Owner, tensors: SavedTensors, *, within: bool = False) -> Restore
     if isinstance(owner, Optimizer):
         return _save_optimizer(owner, tensors)
     if has_state_dict(owner):
-        return _save_state_dict(one)
+        return _save_state_dict(given)
     return partial(set_back, owner, state_of(owner))
 
 
@@ -283,19 +285,19 @@ def _set_extra_state(module: Module, state: Any) -> None:
     module.set_extra_state(copy.deepcopy(state))
 
 
-def _save_state_dict(one: Owner) -> Restore:
+def _save_state_dict(given: Owner) -> Restore:
     """Save an object through its ``state_dict``, and return the function that restores it."""
     try:
-        state = copy.deepcopy(one.owner.state_dict())
+        state = copy.deepcopy(given.owner.state_dict())
     except Exception as error:
         add_note(
             error,
-            f"swpipe: while saving the state of {one} to restore it later. If it need not be "
+            f"swpipe: while saving the state of {given} to restore it later. If it need not be "
             "restored, name what has to be: state=[model, optimizer]",
         )
         raise
     # A copy each time, since the object may keep and modify what it loads.
-    return lambda: one.owner.load_state_dict(copy.deepcopy(state))
+    return lambda: given.owner.load_state_dict(copy.deepcopy(state))
 
 
 def _save_containers(value: Any, tensors: SavedTensors) -> Restore:

@@ -103,8 +103,8 @@ def named_modules_in(name: str, root: Module) -> Iterator[tuple[str, Module]]:
 
 def optimizers_in(owner: Any) -> Iterator[Optimizer]:
     """Yield ``owner``, if it is an optimizer, and the optimizers that it wraps, at any depth."""
-    found = reached([("", owner)], partial(_of_kind, Optimizer))
-    return (one for _, one in found if isinstance(one, Optimizer))
+    reachable = reached([("", owner)], partial(_of_kind, Optimizer))
+    return (optimizer for _, optimizer in reachable if isinstance(optimizer, Optimizer))
 
 
 def reached(
@@ -115,14 +115,14 @@ def reached(
     Each value is yielded once, except for plain ones, and at most ``most`` steps from a root.
     """
     # The values themselves are kept, so that no freed object's id is used again during the walk.
-    seen: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     queue = deque((path, value, 0) for path, value in roots)
     while queue:
         path, value, steps = queue.popleft()
         # Breadth-first: an object that is reached twice gets its shortest path.
-        if type(value) not in PLAIN and id(value) in seen:
+        if type(value) not in PLAIN and id(value) in visited:
             continue
-        seen[id(value)] = value
+        visited[id(value)] = value
         yield path, value
         if steps < most:
             queue.extend((where, child, steps + 1) for where, child in children(path, value))
@@ -175,21 +175,21 @@ def given_state(state: Any) -> tuple[Owner, ...]:
         state = {"state": state}
     elif not isinstance(state, Mapping):
         state = {f"state[{index}]": owner for index, owner in enumerate(state)}
-    found = tuple(Owner(str(name), owner) for name, owner in state.items())
-    for one in found:
-        if not (isinstance(one.owner, torch.Tensor) or has_state(one.owner)):
+    owners = tuple(Owner(str(name), owner) for name, owner in state.items())
+    for given in owners:
+        if not (isinstance(given.owner, torch.Tensor) or has_state(given.owner)):
             raise TypeError(
-                f"{one} cannot be restored: give modules, optimizers, generators, tensors, or "
+                f"{given} cannot be restored: give modules, optimizers, generators, tensors, or "
                 "objects with state_dict and load_state_dict"
             )
-    return found
+    return owners
 
 
 def modules_of(owners: Iterable[Owner]) -> Iterator[Module]:
     """Yield the modules among some objects, and all modules below them."""
-    for one in owners:
-        if isinstance(one.owner, Module):
-            yield from modules_in(one.owner)
+    for given in owners:
+        if isinstance(given.owner, Module):
+            yield from modules_in(given.owner)
 
 
 def modules_restored_by(owners: Iterable[Owner]) -> Iterator[Module]:
@@ -197,7 +197,7 @@ def modules_restored_by(owners: Iterable[Owner]) -> Iterator[Module]:
 
     The object lists them in ``restored_modules``.
     """
-    for one in owners:
+    for given in owners:
         # For an object whose restore function also restores modules, such as a table's state.
-        for root in getattr(one.owner, "restored_modules", ()):
+        for root in getattr(given.owner, "restored_modules", ()):
             yield from modules_in(root)

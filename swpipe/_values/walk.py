@@ -72,7 +72,7 @@ def parts_in(value: Any, opens: Callable[[Any], Kind | None] | None = None) -> I
     """
     # The seen values are kept, not only their ids: the flatten function of a registered node may
     # create its children, and the id of a freed object can be used again.
-    seen: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     stack = [value]
     while stack:
         value = stack.pop()
@@ -82,9 +82,9 @@ def parts_in(value: Any, opens: Callable[[Any], Kind | None] | None = None) -> I
             if opened is None:
                 continue
             kind = opened
-        if id(value) in seen:
+        if id(value) in visited:
             continue
-        seen[id(value)] = value
+        visited[id(value)] = value
         if kind is TENSOR:
             yield value, kind, ()
             continue
@@ -223,18 +223,18 @@ def device_storages(value: Any, *streams: Any) -> list[torch.UntypedStorage]:
 
 def _on_device(value: Any) -> tuple[list[Tensor], list[Any]]:
     """Return the tensors on an accelerator, gradients included, and objects without a tensor."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     opaque: list[Any] = []
     for part, kind, children in parts_in(value, _with_to):
         if kind is TENSOR:
-            found.append(part)
+            tensors.append(part)
         elif has_record_stream(type(part)) and not any(map(_holds_tensor, children)):
             opaque.append(part)
     # See record_stream: a parameter's gradient may be in use by another thread.
-    leaves = [t for t in found if t.requires_grad and t.is_leaf and not isinstance(t, Parameter)]
-    found += [t.grad for t in leaves if t.grad is not None]
+    leaves = [t for t in tensors if t.requires_grad and t.is_leaf and not isinstance(t, Parameter)]
+    tensors += [t.grad for t in leaves if t.grad is not None]
     # A wrapper on the device may have parts on the host, as a jagged tensor its cached lengths.
-    there = [t for t in found if not (t.is_cpu or t.is_meta)]
+    there = [t for t in tensors if not (t.is_cpu or t.is_meta)]
     return [part for t in there for part in parts_of(t) if not part.is_cpu], opaque
 
 

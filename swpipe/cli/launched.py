@@ -165,7 +165,7 @@ class Rank:
         self._store.set(_COMMAND.format(self.number), json.dumps(facts))
         keys = [_COMMAND.format(rank) for rank in range(self.size)]
         self._store.wait(keys, timedelta(seconds=_FIRST_S))
-        differing = differences([json.loads(found) for found in self._store.multi_get(keys)])
+        differing = differences([json.loads(text) for text in self._store.multi_get(keys)])
         if differing:
             raise UserError(
                 f"the ranks were given different commands: {differing}. Start all of them with the "
@@ -276,8 +276,8 @@ def command_facts(
             files = sum(isinstance(one, Path) for one in some)
             facts[flag(name)] = f"{files} files" if files else str(value or "none")
     for number, plan in enumerate(plans, start=1):
-        found = {"digest": "yet to be made"} if plan is None else plan_facts(plan)
-        facts |= {f"plan {number}, {fact}": what for fact, what in found.items()}
+        of_plan = {"digest": "yet to be made"} if plan is None else plan_facts(plan)
+        facts |= {f"plan {number}, {fact}": what for fact, what in of_plan.items()}
     return facts
 
 

@@ -144,7 +144,7 @@ class CostModel:
         tasks = {name: TaskCost.mean([row[name] for row in rows]) for name in models[0].tasks}
         # Memory is not averaged: blocks of different runs need not correspond.
         known = [model.memory for model in models if model.memory is not None]
-        memory = max(known, key=lambda one: one.serial_peak(models[0].tasks), default=None)
+        memory = max(known, key=lambda memory_: memory_.serial_peak(models[0].tasks), default=None)
         return cls(tasks, fmean(model.handover_us for model in models), memory)
 
     @property

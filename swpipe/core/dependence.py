@@ -117,7 +117,9 @@ class CycleError(Exception):
         self.cycle = tuple(cycle)
         self.source = source
         neighbours = set(pairwise(self.cycle))
-        self.dependences = tuple(one for one in dependences if one[:2] in neighbours)
+        self.dependences = tuple(
+            dependence for dependence in dependences if dependence[:2] in neighbours
+        )
         # The arguments, so that the error can be pickled; __str__ makes the message.
         super().__init__(cycle, source)
 

@@ -73,7 +73,7 @@ def format_stages(resolved: ResolvedPlan) -> str:
     titles = ("stage", "task", "thread group", "stream", "globally ordered")
     # Depth and keep belong to the whole plan, so they stand above the table.
     keep = resolved.plan.keep
-    kept = "" if keep is None else f", keeps {listed(keep)}"
-    return f"depth {resolved.plan.depth}{kept}\n" + table(
+    keeps = "" if keep is None else f", keeps {listed(keep)}"
+    return f"depth {resolved.plan.depth}{keeps}\n" + table(
         (*titles, "after (lag in periods)"), rows, left=range(1, 6)
     )

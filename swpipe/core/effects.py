@@ -136,7 +136,9 @@ class Declared:
         """The effects of all tasks; an undeclared task has all that it may touch."""
         silent = self.silent
         unknown = self.unknown
-        return {n: one | unknown if n in silent else one for n, one in self.named.items()}
+        return {
+            n: declared | unknown if n in silent else declared for n, declared in self.named.items()
+        }
 
 
 def declared_effects(tasks: Iterable[PipelineTask]) -> dict[str, Effects]:
@@ -154,7 +156,7 @@ def unknown_beside(tasks: Iterable[PipelineTask]) -> Effects:
 
 def anything(named: Iterable[Effects]) -> Effects:
     """Return the effects of undeclared code beside code with the given effects."""
-    return _anything({place for one in named for place in one.reads | one.writes})
+    return _anything({place for effects in named for place in effects.reads | effects.writes})
 
 
 def _anything(
@@ -202,26 +204,26 @@ def conflicts(effects: EffectTable) -> list[Conflict]:
         for place in touched.reads | touched.writes:
             users[place].append(name)
     serial = {name: number for number, name in enumerate(effects)}
-    found = [each for place, names in users.items() for each in _over(place, names, effects)]
-    return sorted(found, key=lambda c: (serial[c.consumer], serial[c.producer], *c[2:4]))
+    conflicts = [each for place, names in users.items() for each in _over(place, names, effects)]
+    return sorted(conflicts, key=lambda c: (serial[c.consumer], serial[c.producer], *c[2:4]))
 
 
 def _over(place: Location, names: Sequence[str], effects: EffectTable) -> list[Conflict]:
     """Return the conflicts between the tasks that access one location."""
     writers = {name: at for at, name in enumerate(names) if place in effects[name].writes}
     everyone = {name: at for at, name in enumerate(names)}
-    found: list[Conflict] = []
+    conflicts: list[Conflict] = []
     for consumer, later in (everyone if writers else {}).items():
         reads = place in effects[consumer].reads
         # One of the two must write: a reader conflicts with writers only.
         for producer, sooner in (everyone if consumer in writers else writers).items():
             hazard = _HAZARDS.get((producer in writers, reads, consumer in writers))
             if hazard is not None and sooner < later:
-                found.append(Conflict(consumer, producer, 0, place, hazard))
+                conflicts.append(Conflict(consumer, producer, 0, place, hazard))
             # A writer also conflicts with itself, on the previous iteration.
             if hazard is not None and place.persistent:
-                found.append(Conflict(consumer, producer, 1, place, hazard))
-    return found
+                conflicts.append(Conflict(consumer, producer, 1, place, hazard))
+    return conflicts
 
 
 _HAZARDS: dict[tuple[bool, bool, bool], Hazard] = {

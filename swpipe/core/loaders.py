@@ -104,12 +104,12 @@ def why_not_apart(loader: Any, *, draws_watched: bool = False) -> tuple[str, str
     if type(loader) is not DataLoader:
         what = "is of a class of which it is not known whether it reads what the loop changes"
         return what, "Use torch's own DataLoader, with workers"
-    for one in samplers_of(loader):
-        if _may_be_changed(one):
+    for sampler in samplers_of(loader):
+        if _may_be_changed(sampler):
             what = "has indices in a list or tensor, which the loop may change"
-            return what, f"Give {type(one).__name__} a tuple or range"
-        if not _is_known(one):
-            what = f"has a sampler ({type(one).__name__}) that may read what the loop changes"
+            return what, f"Give {type(sampler).__name__} a tuple or range"
+        if not _is_known(sampler):
+            what = f"has a sampler ({type(sampler).__name__}) that may read what the loop changes"
             return what, "Use one of torch's"
     if draws_watched or not generators_in_pass(loader):
         return None
@@ -182,11 +182,11 @@ def unprepared(loader: object) -> Any:
 def samplers_of(loader: Any) -> Iterator[Any]:
     """Yield the sampler that a ``DataLoader`` asks for indices, and the samplers inside it."""
     # Without batch_sampler (batch_size=None) the loader asks the sampler itself.
-    one = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    while one is not None:
-        yield one
-        names = vars(one) if hasattr(one, "__dict__") else {}
-        one = names.get("batch_sampler", names.get("sampler"))
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while sampler is not None:
+        yield sampler
+        names = vars(sampler) if hasattr(sampler, "__dict__") else {}
+        sampler = names.get("batch_sampler", names.get("sampler"))
 
 
 def generators_in_pass(loader: object) -> list[torch.Generator]:
@@ -198,8 +198,12 @@ def generators_in_pass(loader: object) -> list[torch.Generator]:
     # With a generator that was given, RandomSampler draws indices whenever it has none left; with
     # its own, it draws from torch's default generator once, at the beginning of a pass.
     kinds = (RandomSampler, *_of("torchdata.stateful_dataloader.sampler", "RandomSampler"))
-    found = samplers_of(loader) if isinstance(loader, DataLoader) else ()
-    return [one.generator for one in found if type(one) in kinds and one.generator is not None]
+    samplers = samplers_of(loader) if isinstance(loader, DataLoader) else ()
+    return [
+        sampler.generator
+        for sampler in samplers
+        if type(sampler) in kinds and sampler.generator is not None
+    ]
 
 
 def own_generators(loader: object) -> dict[str, tuple[object, str]]:
@@ -214,27 +218,31 @@ def own_generators(loader: object) -> dict[str, tuple[object, str]]:
     nodes = _of("torchdata.nodes.base_node", "BaseNode"), _of("torchdata.nodes.loader", "Loader")
     kinds = (DataLoader, Sampler, Dataset, *chain(*nodes))
     seeded = (random.SystemRandom, *_of(_ACCELERATE, "SeedableRandomSampler"))
-    found: dict[str, tuple[object, str]] = {}
-    seen: list[object] = []
+    generators: dict[str, tuple[object, str]] = {}
+    visited: list[object] = []
     # A work list, since samplers and datasets may be nested to any depth, or in a cycle.
-    parts = [one for one in [unprepared(loader)] if isinstance(one, kinds)]
+    parts = [part for part in [unprepared(loader)] if isinstance(part, kinds)]
     while parts:
-        one = parts.pop(0)
-        if not hasattr(one, "__dict__") or isinstance(one, seeded) or any(one is s for s in seen):
+        part = parts.pop(0)
+        if (
+            not hasattr(part, "__dict__")
+            or isinstance(part, seeded)
+            or any(part is s for s in visited)
+        ):
             continue
-        seen.append(one)
-        for attribute, value in vars(one).items():
+        visited.append(part)
+        for attribute, value in vars(part).items():
             # Several objects may share one generator: it is listed once, where it is found first.
-            if is_generator(value) and not any(value is s for s in seen):
-                seen.append(value)
-                name = f"the {attribute} of its {type(one).__name__}"
-                many = sum(other.startswith(name) for other in found)
-                found[f"{name} ({many + 1})" if many else name] = one, attribute
+            if is_generator(value) and not any(value is s for s in visited):
+                visited.append(value)
+                name = f"the {attribute} of its {type(part).__name__}"
+                many = sum(other.startswith(name) for other in generators)
+                generators[f"{name} ({many + 1})" if many else name] = part, attribute
             elif attribute == "datasets":  # such as those of a ConcatDataset
                 parts += value
             elif attribute in _PARTS or isinstance(value, kinds):
                 parts.append(value)
-    return found
+    return generators
 
 
 _PARTS = ("sampler", "batch_sampler", "dataset")
@@ -247,13 +255,13 @@ def read_in_pass(loader: object) -> list[Any]:
     A pass that is pulled ahead reads them earlier than a plain one, so they must not change.
     """
     loader = unprepared(loader)
-    found: list[Any] = []
-    for one in samplers_of(loader) if isinstance(loader, DataLoader) else ():
-        attributes = vars(one) if hasattr(one, "__dict__") else {}
-        found += [attributes[name] for name in _IN_PASS if name in attributes]
-        if isinstance(one, RandomSampler):  # which asks for the length at the end of its pass
-            found.append(len(one.data_source))
-    return found
+    values: list[Any] = []
+    for sampler in samplers_of(loader) if isinstance(loader, DataLoader) else ():
+        attributes = vars(sampler) if hasattr(sampler, "__dict__") else {}
+        values += [attributes[name] for name in _IN_PASS if name in attributes]
+        if isinstance(sampler, RandomSampler):  # which asks for the length at the end of its pass
+            values.append(len(sampler.data_source))
+    return values
 
 
 # Accelerate's BatchSamplerShard reads the last three, torch's samplers the rest.

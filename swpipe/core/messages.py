@@ -40,8 +40,8 @@ def shorten(text: str, most: int = MOST_CHARACTERS) -> str:
     """Return the text, its middle replaced by dots if it has more than ``most`` characters."""
     if len(text) <= most:
         return text
-    kept = (most - len("...")) // 2
-    return f"{text[:kept]}...{text[-kept:]}"
+    half = (most - len("...")) // 2
+    return f"{text[:half]}...{text[-half:]}"
 
 
 def listed(names: Collection[str], most: int = MOST_LISTED) -> str:

@@ -258,8 +258,8 @@ class PipelinePlan:
     def workers(self, group: str) -> int:
         """Return the number of threads of a group."""
         # Tasks of one group have the same number of workers; a group without tasks has one thread.
-        found = (e.workers for e in self.schedule.values() if e.thread_group == group)
-        return next(found, 1)
+        counts = (e.workers for e in self.schedule.values() if e.thread_group == group)
+        return next(counts, 1)
 
     @property
     def depth(self) -> int:
@@ -307,10 +307,10 @@ class PipelinePlan:
                 )
         data = {key: _plain(getattr(self, key)) for key in _KEYS}
         empty: tuple[Any, ...] = (None, [], {})
-        said = {k: v for k, v in data.items() if v not in empty and v is not False}
+        given = {k: v for k, v in data.items() if v not in empty and v is not False}
         if self.keep == ():  # keep nothing, which differs from the default, None
-            said["keep"] = []
-        return {"schedule": {}, **said}
+            given["keep"] = []
+        return {"schedule": {}, **given}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -474,7 +474,7 @@ def _edges(
 
 
 def _order(order: Iterable[Any], problems: list[Problem]) -> tuple[str, ...]:
-    names = [one.name if isinstance(one, PipelineTask) else one for one in order]
+    names = [ref.name if isinstance(ref, PipelineTask) else ref for ref in order]
     problems += [
         Problem(f"order has {shown(name)}, which is neither a task nor a task's name")
         for name in names
@@ -537,7 +537,7 @@ def _check_names(values: Mapping[str, Any], problems: list[Problem]) -> None:
         *[(what, name) for what in ("stale", "newer") for name in values[what]],
     ]
     # The default group and streams that are objects need no check. Each name is reported once.
-    labels = [one for one in labels if isinstance(one[1], str) and one[1] != DEFAULT_GROUP]
+    labels = [label for label in labels if isinstance(label[1], str) and label[1] != DEFAULT_GROUP]
     problems += [
         Problem(f"{what} {shown(name)}: {LABEL_RULE}")
         for what, name in dict.fromkeys(labels)

@@ -54,8 +54,8 @@ def progress_bar(
 
         def _write(self, line: str) -> None:
             # The text without rate and times, which change even if nothing has been done.
-            if (told := line.partition(" [")[0]) != getattr(self, "_told", None):
-                self._told = told
+            if (shown := line.partition(" [")[0]) != getattr(self, "_told", None):
+                self._told = shown
                 self.fp.write(f"{line}\n")
                 self.fp.flush()
 

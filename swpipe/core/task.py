@@ -174,15 +174,15 @@ class PipelineTask:
                 rule = 'give names of attributes in a list, such as ["batch"]'
                 raise TypeError(f"{task}: reads is {shown(self.reads)}: {rule}")
             object.__setattr__(self, "reads", names)
-        for one in self.io:
-            if not isinstance(one, DeclaredIO):
-                raise TypeError(f"{task}: io has {shown(one)}: give DeclaredIOs")
+        for declared in self.io:
+            if not isinstance(declared, DeclaredIO):
+                raise TypeError(f"{task}: io has {shown(declared)}: give DeclaredIOs")
             # A pure task may run ahead of iterations whose tasks use the state.
-            if self.pure and one.state is not None and "w" in one.mode:
+            if self.pure and declared.state is not None and "w" in declared.mode:
                 raise ValueError(
-                    f"{task} is pure, and its io names state {one.state!r} with mode {one.mode!r}: "
-                    "a pure task changes its context only. Leave out pure=True, or the state; a "
-                    "pure task may read states (mode='r')"
+                    f"{task} is pure, and its io names state {declared.state!r} with mode "
+                    f"{declared.mode!r}: a pure task changes its context only. Leave "
+                    "out pure=True, or the state; a pure task may read states (mode='r')"
                 )
 
     # Without fn, since a callable object need not be hashable.
@@ -323,11 +323,11 @@ def checked_tasks(tasks: Iterable[PipelineTask]) -> tuple[PipelineTask, ...]:
     Raises:
         TypeError: ``tasks`` is no list of tasks.
     """
-    found = refs_in(tasks)
-    for one in found:
-        if not isinstance(one, PipelineTask):
-            raise TypeError(f"tasks has {shown(one)}: {_NOT_A_TASK}")
-    return found
+    given = refs_in(tasks)
+    for ref in given:
+        if not isinstance(ref, PipelineTask):
+            raise TypeError(f"tasks has {shown(ref)}: {_NOT_A_TASK}")
+    return given
 
 
 class ByTask(dict[str, V]):

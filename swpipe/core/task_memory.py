@@ -92,15 +92,15 @@ class TaskMemory:
     @property
     def tasks(self) -> frozenset[str]:
         """The tasks that allocate, free or need memory."""
-        ends = {name for one in self.blocks for name in (one.begin, one.end, *one.users)}
+        ends = {name for block in self.blocks for name in (block.begin, block.end, *block.users)}
         return frozenset((ends | {*self.working}) - {PULL, KEPT})
 
     def under(self, keep: Sequence[str] | None) -> tuple[Block, ...]:
         """Return the blocks under a plan with this ``keep``, whatever they were measured under."""
         # An attribute that this plan keeps is not deleted after its users.
         return tuple(
-            replace(one, users=()) if keep is None or one.attribute in keep else one
-            for one in self.blocks
+            replace(block, users=()) if keep is None or block.attribute in keep else block
+            for block in self.blocks
         )
 
     def held(self, order: Sequence[str]) -> list[int]:
@@ -163,5 +163,5 @@ def joined(blocks: Iterable[Block]) -> tuple[Block, ...]:
     sizes: dict[Block, int] = defaultdict(int)
     for block in blocks:
         sizes[replace(block, bytes=0)] += block.bytes
-    found = (replace(block, bytes=size) for block, size in sizes.items())
-    return tuple(sorted(found, key=lambda block: (-block.bytes, astuple(block))))
+    merged = (replace(block, bytes=size) for block, size in sizes.items())
+    return tuple(sorted(merged, key=lambda block: (-block.bytes, astuple(block))))

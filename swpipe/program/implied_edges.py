@@ -38,21 +38,21 @@ def reduce_edges(
             implies none of a greater weight there. Edges between two of them stay.
     """
     always = set(fixed)
-    kept = set(edges) - always
+    needed = set(edges) - always
     waits: list[list[Hop]] = [[] for _ in order]
-    if not kept:
+    if not needed:
         return waits
     # Of parallel edges the lightest implies the others. It also stands for them in paths.
     lightest: list[dict[int, int]] = [{} for _ in order]
-    for producer, consumer, weight in (*kept, *always):
+    for producer, consumer, weight in (*needed, *always):
         if 0 <= weight <= lightest[producer].get(consumer, weight):
             lightest[producer][consumer] = weight
     # A path's weight may be less than the edge's only if one end runs in period order.
-    ordered = {hop for hop in kept if not {hop.producer, hop.consumer} <= several}
+    ordered = {hop for hop in needed if not {hop.producer, hop.consumer} <= several}
     lighter = {h for h in ordered if lightest[h.producer].get(h.consumer, h.weight) < h.weight}
-    kept -= lighter
-    kept -= _implied([hop for hop in ordered - lighter if hop.weight >= 0], lightest, order)
-    for hop in sorted(kept, key=lambda hop: (hop.weight, hop.producer)):
+    needed -= lighter
+    needed -= _implied([hop for hop in ordered - lighter if hop.weight >= 0], lightest, order)
+    for hop in sorted(needed, key=lambda hop: (hop.weight, hop.producer)):
         waits[hop.consumer].append(hop)
     return waits
 
@@ -85,9 +85,11 @@ def _implied(
             beyond = reach.beyond[place]
             # ``beyond`` holds a bit per place, so a whole set is merged or tested by one operation
             # on integers.
-            found = {h for h in leaving[place] if h.weight >= weight and beyond >> h.consumer & 1}
-            undecided.subtract(hop.weight for hop in found - implied)
-            implied |= found
+            implied_here = {
+                h for h in leaving[place] if h.weight >= weight and beyond >> h.consumer & 1
+            }
+            undecided.subtract(hop.weight for hop in implied_here - implied)
+            implied |= implied_here
         weight += 1
     return implied
 
@@ -126,8 +128,8 @@ class _Reach:
         heapq.heapify(places)
         while places:
             place = self._order[-heapq.heappop(places)]
-            told = news.pop(place, 0)
-            reached = self._reached[place] | direct.get(place, 0) | told
+            arriving = news.pop(place, 0)
+            reached = self._reached[place] | direct.get(place, 0) | arriving
             if reached != self._reached[place]:
                 self._reached[place] = reached
                 for producer, taken in self._before[place]:
@@ -137,7 +139,7 @@ class _Reach:
                     if not taken and producer not in into and producer not in direct:
                         heapq.heappush(places, -self._rank[producer])
                     into[producer] |= reached & ~(1 << place)
-            if told & ~self.beyond[place]:
-                self.beyond[place] |= told
+            if arriving & ~self.beyond[place]:
+                self.beyond[place] |= arriving
                 yield place
         del self._news[weight]
