@@ -26,6 +26,7 @@ from bench import (
     predicted_schedules,
     profiler,
     serial,
+    sharded_stages,
     v_schedule,
     workers,
 )
@@ -156,6 +157,16 @@ def test_schedules_run_on_ranks(two_ranks: Ranks) -> None:
     for times, predicted_ms, _ in two_ranks.run(pipeline_parallel.on_rank, 1, 0.05, 0.02):
         assert times.keys() == predicted_ms.keys() == {"ours", *pipeline_parallel.BARS}
         assert all(len(each) == 1 for each in times.values())
+
+
+def test_sharded_stages_run_on_both_runtimes(four_ranks: Ranks) -> None:
+    """With the same gradients; less than the passes of a rank is not predicted."""
+    scale = 0.05
+    asleep_ms = scale * sum(sharded_stages.COSTS_MS) * 4 * sharded_stages.MICROBATCHES
+    for measured in four_ranks.run(sharded_stages.on_rank, 1, scale, deadline_s=240.0):
+        assert measured.same
+        assert len(measured.ours_ms) == len(measured.torchs_ms) == 1
+        assert measured.predicted_ms >= asleep_ms
 
 
 def test_predictions_are_made_of_each_schedule(two_ranks: Ranks) -> None:

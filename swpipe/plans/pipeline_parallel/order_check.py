@@ -335,8 +335,7 @@ def earliest_times(
         rows: Rows that obey all other rules.
         placement: The rank of each stage.
         cost: Returns the time of an entry. The time of a collective occupies the rank's link to the
-            ranks that hold the other shards: the rank runs passes while it unshards, and waits
-            while it reduces.
+            ranks that hold the other shards, while the rank runs passes.
         hop: The time from the end of an action to its result's arrival at another rank.
 
     Raises:
@@ -348,6 +347,7 @@ def earliest_times(
     ends: dict[Part, float] = {}
     link_free: list[float] = [0] * len(rows)
     gathered: dict[int, float] = {}
+    clocks: list[float] = [0] * len(rows)
     timed: list[list[TimedAction]] = [[] for _ in rows]
     ready = list(range(len(rows)))
     waiting: dict[Part, int] = {}
@@ -355,16 +355,16 @@ def earliest_times(
         rank = ready.pop()
         row = rows[rank]
         times = timed[rank]
-        clock = times[-1].end if times else 0
+        clock = clocks[rank]
         for entry in row[len(times) :]:
             if isinstance(entry, Communication) and entry.is_collective:
-                # Collectives queue up on the rank's link; only a reduction moves the rank's clock.
-                start = clock
-                if entry.op != "RESHARD":
-                    start = max(clock, link_free[rank])
-                    link_free[rank] = gathered[entry.stage] = start + cost(entry)
-                clock = link_free[rank] if entry.op == "REDUCE_GRAD" else clock
-                times.append(TimedAction(entry, min(start, clock), clock))
+                # Collectives queue up on the rank's link; a reshard only frees memory.
+                start = clock if entry.op == "RESHARD" else max(clock, link_free[rank])
+                end = start + cost(entry)
+                link_free[rank] = max(end, link_free[rank])
+                if entry.op == "UNSHARD":
+                    gathered[entry.stage] = end
+                times.append(TimedAction(entry, start, end))
                 continue
             parts = entry if isinstance(entry, Pair) else (entry,)
             needs = [n for one in parts if (n := _needed(one, ends, len(placement))) is not None]
@@ -383,6 +383,7 @@ def earliest_times(
                 # A rank that waits for a gradient is noted under I as long as the op is unknown.
                 names = (part, part._replace(op="I")) if part.op == "B" else (part,)
                 ready += [waiting.pop(name) for name in names if name in waiting]
+        clocks[rank] = clock
     if waiting:
         raise _deadlock(rows, placement, {rank: needed for needed, rank in waiting.items()})
     return tuple(map(tuple, timed))

@@ -31,8 +31,9 @@ class ScheduleReport:
         schedule: The schedule.
         times: The entries of each rank with their start and end times, each as early as the rank's
             order and the inputs allow.
-        makespan: The end of the last action on all ranks.
-        bubbles: The idle time of each rank between its first start and its last end.
+        makespan: The end of the last entry on all ranks.
+        bubbles: The time of each rank between its first start and its last end in which it runs no
+            pass.
         peak_memory: The largest memory of each rank at any time.
     """
 
@@ -53,7 +54,7 @@ class ScheduleReport:
 
         This is the step time if no collective synchronizes the ranks between steps.
         """
-        return max(row[-1].end - row[0].start for row in self.times)
+        return max(map(_span, self.times))
 
     def trace(self, *, unit_s: float = 1e-6) -> Trace:
         """Return the times as a trace, to show in the terminal, as a picture, or in Perfetto.
@@ -104,7 +105,7 @@ def check_schedule(schedule: PipelineSchedule, costs: PipelineCosts) -> Schedule
     return ScheduleReport(
         schedule,
         times,
-        makespan=max(row[-1].end for row in times),
+        makespan=max(entry.end for row in times for entry in row),
         bubbles=tuple(_bubble(row) for row in times),
         peak_memory=tuple(
             _peak(row, rank, costs, placement) for rank, row in enumerate(map(actions_of, rows))
@@ -130,8 +131,14 @@ def _follows(op: str, producer: str, same_stage: bool) -> bool:
     return op == "F" if producer == "F" else op in "IB"
 
 
+def _span(row: Sequence[TimedAction]) -> float:
+    # A collective may end after the last pass.
+    return max(entry.end for entry in row) - row[0].start
+
+
 def _bubble(row: Sequence[TimedAction]) -> float:
-    return row[-1].end - row[0].start - sum(one.end - one.start for one in row)
+    passes = [entry for entry in row if not isinstance(entry.action, Communication)]
+    return _span(row) - sum(entry.end - entry.start for entry in passes)
 
 
 def _peak(

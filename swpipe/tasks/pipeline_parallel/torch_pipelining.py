@@ -7,11 +7,12 @@ methods and rules from release to release. Therefore the version is checked on i
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 
 TESTED = ("2.13", "2.14", "2.15")
@@ -36,6 +37,8 @@ def check_torch(version: str) -> None:
 # Before the imports below, which fail with a less helpful error if a private name has moved.
 check_torch(torch.__version__)
 
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives  # noqa: E402
 from torch.distributed.pipelining import PipelineStage, schedules  # noqa: E402
 from torch.nn.parallel import distributed  # noqa: E402
 
@@ -96,6 +99,20 @@ def lower(runtime: Any, rows: dict[int, list[Any]], placement: Sequence[int]) ->
 
 find_tensors: Any = distributed._find_tensors
 """The function by which DistributedDataParallel finds the tensors in a value of any structure."""
+
+DefaultReduceScatter: Any = _fsdp_collectives.DefaultReduceScatter
+"""The reduce-scatter that FSDP uses unless a custom one is set."""
+
+
+def sharded_groups(chunk: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
+    """Yield the FSDP modules of a chunk, each with its private group of parameters."""
+    for module in chunk.modules():
+        if isinstance(module, FSDPModule):
+            groups: Any = module._get_fsdp_state()._fsdp_param_groups  # torch 2.13 to 2.15
+            # A module with several groups takes no custom reduce-scatter.
+            if len(groups) == 1:
+                yield module, groups[0]
+
 
 wait_for: Any = schedules._wait_batch_p2p
 """The function by which torch's runtime waits for a batch of sends or receives."""
