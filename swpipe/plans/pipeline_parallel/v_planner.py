@@ -176,7 +176,7 @@ def _dual_pipe(orders: VOrders) -> list[PipelineSchedule]:
     try:
         schedule = torch_schedule("dualpipev", orders.n_ranks, orders.n_micro)
         check_schedule(schedule, orders.costs)
-    except (ImportError, ScheduleError):
+    except ScheduleError:
         return []
     return [schedule]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import ModuleType
 from typing import get_args
 
 import pytest
@@ -12,6 +14,7 @@ from swpipe.plans.pipeline_parallel import (
     PipelineSchedule,
     ScheduleError,
     check_schedule,
+    compare_schedules,
     torch_schedule,
 )
 from swpipe.plans.pipeline_parallel.torch_orders import _KINDS, TorchOrder, _StandInStage
@@ -34,6 +37,20 @@ def test_torch_orders_are_valid(order: TorchOrder) -> None:
         schedule = torch_schedule(order, n, m)
         check_schedule(schedule, PipelineCosts(max_mem=math.inf))
         assert schedule == PipelineSchedule.from_csv(schedule.to_csv(), n_ranks=n, n_micro=m)
+
+
+@pytest.mark.parametrize("module", [None, ModuleType("torch.distributed.pipelining")])
+def test_a_torch_without_an_order_is_told(
+    module: ModuleType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no such class, or no such module; a plan and a comparison go without its orders."""
+    costs = PipelineCosts(pair=1.5)
+    monkeypatch.setitem(sys.modules, "torch.distributed.pipelining", module)
+    with pytest.raises(ScheduleError, match="this torch has no .*ScheduleZBVZeroBubble: upgrade"):
+        torch_schedule("zbv", 2, 4)
+    compared = compare_schedules(2, 4, costs, effort=1e-3)
+    assert compared["ZBV (torch)"].note.startswith("this torch has no ")
+    assert compared["V (planned)"].report is not None
 
 
 def test_placements() -> None:
