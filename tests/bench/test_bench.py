@@ -179,6 +179,18 @@ def test_predictions_are_made_of_each_schedule(two_ranks: Ranks) -> None:
         assert min(predicted for predicted, _ in found.values()) >= asleep_ms
 
 
+def test_a_measured_step_is_drawn_as_the_predicted_one(two_ranks: Ranks) -> None:
+    """The same passes on each rank, in the same order."""
+    for rank, (report, spans) in enumerate(two_ranks.run(predicted_schedules.traced, "ZBV", 0.05)):
+        ran = [(s.task, s.iteration) for s in sorted(spans, key=lambda span: span.start_ns)]
+        planned = [(f"{a.stage}{a.op}", a.micro) for a in report.schedule.actions[rank]]
+        # Stage 0 runs its whole backward pass in W: its I then shows where W begins.
+        if rank == 0:
+            ran = [one for one in ran if one[0] != "0I"]
+            planned = [one for one in planned if one[0] != "0I"]
+        assert ran == planned
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_gpu_bench_says_that_it_skips(capsys: pytest.CaptureFixture[str]) -> None:
     """Without CUDA it is no failure, and no silence either."""
