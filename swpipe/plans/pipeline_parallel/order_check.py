@@ -260,16 +260,18 @@ def _check_transfers(rows: Rows, placement: Sequence[int]) -> None:
     for rank, row in enumerate(rows):
         done: set[Part] = set()
         for part in parts_of(row):
+            if isinstance(part, Communication) and part.is_collective:
+                continue  # a stage may be gathered and freed several times
             if part in done:
                 raise ScheduleError(f"{part} is on rank {rank} twice: remove one")
             done.add(part)
-            if isinstance(part, Communication) and not part.is_collective:
+            if isinstance(part, Communication):
                 peer = _peer(part, rank, placement, done)
                 if part.op.startswith("SEND"):
                     sent[rank, peer].append(_counterpart(part))
                 else:
                     received[peer, rank].append(part)
-            elif isinstance(part, Action):
+            else:
                 needed = _receive_of(part, len(placement))
                 # A neighbouring stage on the same rank passes its result on directly.
                 is_away = needed and placement[_counterpart(needed).stage] != rank

@@ -188,6 +188,15 @@ def test_communication_that_cannot_run_is_refused(text: str, told: str) -> None:
         PipelineSchedule.from_csv(text)
 
 
+def test_a_stage_may_be_gathered_again_between_sends() -> None:
+    """Torch's placement does so with more than three stages per rank."""
+    text = (
+        "0UNSHARD,0F0,0SEND_F0,0RESHARD,0UNSHARD,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n"
+        "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1RESHARD"
+    )
+    assert str(PipelineSchedule.from_csv(text)) == text
+
+
 def test_torch_reads_what_is_written() -> None:
     """Pairs as well: its classes give the schedule again."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
