@@ -369,7 +369,8 @@ def earliest_times(
                 times.append(TimedAction(entry, start, end))
                 continue
             parts = entry if isinstance(entry, Pair) else (entry,)
-            needs = [n for one in parts if (n := _needed(one, ends, len(placement))) is not None]
+            inputs = (_needed(part, ends, len(placement)) for part in parts)
+            needs = [needed for needed in inputs if needed is not None]
             if missing := [needed for needed in needs if needed not in ends]:
                 waiting[missing[0]] = rank
                 break
@@ -410,14 +411,14 @@ def _deadlock(rows: Rows, placement: Sequence[int], waits: dict[int, Part]) -> S
     # Follow the waits from any rank until a rank comes up twice: from there on they are a cycle,
     # which is shown from its lowest rank on.
     rank = next(iter(waits))
-    seen = []
-    while rank not in seen:
-        seen.append(rank)
+    path = []
+    while rank not in path:
+        path.append(rank)
         rank = placement[waits[rank].stage]
-    cycle = seen[seen.index(rank) :]
+    cycle = path[path.index(rank) :]
     start = cycle.index(min(cycle))
     cycle = cycle[start:] + cycle[:start]
-    told = []
+    lines = []
     first = None
     for rank in cycle:
         needed = waits[rank]
@@ -428,5 +429,5 @@ def _deadlock(rows: Rows, placement: Sequence[int], waits: dict[int, Part]) -> S
             p for p in parts_of(rows[rank]) if _needed(p, {needed: 0}, len(placement)) == needed
         )
         first = first or (part if isinstance(part, Action) else None)
-        told.append(f"rank {rank} waits at {part} for {needed} of rank {placement[needed.stage]}")
-    return ScheduleError("the schedule deadlocks: " + ", ".join(told), first)
+        lines.append(f"rank {rank} waits at {part} for {needed} of rank {placement[needed.stage]}")
+    return ScheduleError("the schedule deadlocks: " + ", ".join(lines), first)

@@ -79,7 +79,7 @@ class ScheduleReport:
                     continue
                 parts = actions_of((entry,))
                 on = Row("thread", f"rank {rank}")
-                task = "+".join(f"{one.stage}{one.op}" for one in parts)
+                task = "+".join(f"{part.stage}{part.op}" for part in parts)
                 spans.append(
                     Span(task, parts[0].micro, on, ns(start), ns(end), ns(start) - ns(before))
                 )
@@ -101,7 +101,7 @@ def check_schedule(schedule: PipelineSchedule, costs: PipelineCosts) -> Schedule
     placement = check_rows(rows, schedule.n_micro)
     # The rows are valid from here on, so that the number of stages is known.
     costs.require(len(rows), len(placement))
-    times = earliest_times(rows, placement, lambda one: costs.time(one, placement), costs.hop)
+    times = earliest_times(rows, placement, lambda entry: costs.time(entry, placement), costs.hop)
     return ScheduleReport(
         schedule,
         times,
@@ -152,9 +152,10 @@ def _peak(
         # B is I and then W, as in the costs. The limit is checked at each issue with the memory
         # that the pass needs while it runs, which it partly frees at its end.
         for op in "IW" if action.op == "B" else action.op:
-            one = action._replace(op=op)  # type: ignore[arg-type]
-            peak = max(peak, most := used + costs.need(one, placement))
-            used += costs.memory(one, placement)
+            part = action._replace(op=op)  # type: ignore[arg-type]
+            most = used + costs.need(part, placement)
+            peak = max(peak, most)
+            used += costs.memory(part, placement)
             # ``limit`` has a margin for rounding; the message shows the limit without it.
             if most > limit:
                 raise ScheduleError(

@@ -41,19 +41,19 @@ class ScheduleComparison(Rows):
 
     def __getitem__(self, name: str) -> ComparedSchedule:
         """Return the schedule with this name."""
-        return next(one for one in self.compared if one.name == name)
+        return next(row for row in self.compared if row.name == name)
 
     def records(self) -> list[dict[str, Any]]:
         """Return one record per schedule; its values are None if the schedule does not exist."""
         return [
             {
-                "schedule": one.name,
-                "makespan": one.report and one.report.makespan,
-                "bubble": one.report and one.report.bubble,
-                "peak_memory": one.report and max(one.report.peak_memory),
-                "note": one.note,
+                "schedule": row.name,
+                "makespan": row.report and row.report.makespan,
+                "bubble": row.report and row.report.bubble,
+                "peak_memory": row.report and max(row.report.peak_memory),
+                "note": row.note,
             }
-            for one in self.compared
+            for row in self.compared
         ]
 
     def as_text(self) -> str:
@@ -143,7 +143,7 @@ def _of_two_parts(costs: PipelineCosts, n_ranks: int) -> PipelineCosts:
             return value and 2 * value
         if len(value) == 2 * n_ranks:
             return [sum(pair) for pair in zip(value[::2], value[1::2], strict=True)]
-        return [2 * one for one in value]
+        return [2 * part for part in value]
 
     of_stages: Any = {name: times(getattr(costs, name)) for name in OF_STAGES}
     return replace(costs, **of_stages)

@@ -207,7 +207,7 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
             raise error.__cause__ from None
         given = (*self._given[fwd_chunk_id], *tree_leaves(kwargs or {}))
         if self.is_last:  # the loss function may take values that cannot be sent
-            tensors = tuple(one for one in tree_leaves(output) if isinstance(one, Tensor))
+            tensors = tuple(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         else:
             packed = pack(output)
             tensors = packed.tensors

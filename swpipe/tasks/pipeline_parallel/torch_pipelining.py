@@ -84,15 +84,15 @@ def lower(runtime: Any, rows: dict[int, list[Any]], placement: Sequence[int]) ->
     """
     # Torch's ``_prepare_schedule_with_comms`` (2.13 to 2.15) takes rows with all communication, or
     # with none. These are its steps, each of which runs only if its kind is missing.
-    passes = {rank: [one for one in row if one.is_compute_op] for rank, row in rows.items()}
+    passes = {rank: [entry for entry in row if entry.is_compute_op] for rank, row in rows.items()}
     runtime._validate_and_set_stage_mapping(passes)
-    there = {one.computation_type for row in rows.values() for one in row}
-    if schedules.UNSHARD not in there:
+    ops = {entry.computation_type for row in rows.values() for entry in row}
+    if schedules.UNSHARD not in ops:
         rows = {rank: schedules._add_unshard_reshard(row) for rank, row in rows.items()}
-    if schedules.REDUCE_GRAD not in there:
+    if schedules.REDUCE_GRAD not in ops:
         n_micro = runtime._n_microbatches
         rows = {rank: schedules._add_reduce_grad(row, n_micro) for rank, row in rows.items()}
-    if there.isdisjoint((schedules.SEND_F, schedules.SEND_B)):
+    if ops.isdisjoint((schedules.SEND_F, schedules.SEND_B)):
         rows = schedules._add_send_recv(rows, placement.__getitem__, len(placement))
     runtime.pipeline_order_with_comms = rows
 
@@ -134,8 +134,8 @@ def group_like(group: dist.ProcessGroup, device: torch.device, name: str) -> dis
     ranks = dist.get_process_group_ranks(group)
     options: Any = group._get_backend(device).options
     helper: Any = distributed_c10d._new_process_group_helper
-    made: dist.ProcessGroup
-    made, _ = helper(
+    new: dist.ProcessGroup
+    new, _ = helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         ranks,
@@ -145,5 +145,5 @@ def group_like(group: dist.ProcessGroup, device: torch.device, name: str) -> dis
         timeout=options._timeout,
     )
     # The helper leaves this table to its caller.
-    distributed_c10d._world.pg_group_ranks[made] = {rank: at for at, rank in enumerate(ranks)}
-    return made
+    distributed_c10d._world.pg_group_ranks[new] = {rank: at for at, rank in enumerate(ranks)}
+    return new
