@@ -223,5 +223,6 @@ def _squeezed(rows: list[Slots]) -> list[Slots]:
     last = [-1] * len(rows)
     for _, rank, kind, micro in _events(rows):
         needs = () if kind == 4 else _needs(rows, rank, kind, micro)
-        rows[rank][kind][micro] = last[rank] = 1 + max([last[rank], *needs])
+        last[rank] = 1 + max([last[rank], *needs])
+        rows[rank][kind][micro] = last[rank]
     return rows

@@ -208,10 +208,12 @@ class LocalSearch:
             raise ValueError("a search starts from an order that can run")
         self.order = order
         self.value = times.value(objective)
-        self._present, self._energy = order, self._energy_of(times)
+        self._present = order
+        self._energy = self._energy_of(times)
         # The energies of the last orders, at first all that of the start.
         self._history = [self._energy] * _HISTORY
-        self._moves = self.idle_moves = 0
+        self._moves = 0
+        self.idle_moves = 0
 
     def _energy_of(self, times: OrderTimes) -> float:
         # Most moves change a rank that is not the worst, so that the maximum alone stays equal.
@@ -232,7 +234,8 @@ class LocalSearch:
                 self._present = changed
                 self._energy = energy
                 if times.value(self.objective) < self.value:
-                    self.order, self.value = changed, times.value(self.objective)
+                    self.order = changed
+                    self.value = times.value(self.objective)
                     self.idle_moves = 0
         self._history[place] = self._energy
 
