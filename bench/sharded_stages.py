@@ -33,7 +33,7 @@ from swpipe.plans.pipeline_parallel import (
 
 RANKS, MICROBATCHES, STAGES_OF_A_RANK, UNSHARDED = 2, 4, 4, 3
 N_STAGES = RANKS * STAGES_OF_A_RANK
-COSTS_MS = (3.0, 4.0, 2.0)
+COSTS_MS = (2.0, 3.0, 1.5)
 """F, I and W of a stage."""
 
 LATENCY_MS, BAR = 5.0, 0.95
