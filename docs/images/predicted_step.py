@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from PIL import Image
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 
@@ -17,6 +19,7 @@ from swpipe.trace import Trace, plot_stacked  # noqa: E402
 from tests.support.ranks import Ranks  # noqa: E402
 
 RANKS = 4
+COLORS = 64  # more make the file larger, and no clearer
 
 
 def main() -> None:
@@ -29,7 +32,10 @@ def main() -> None:
     end_ns = max(span.end_ns for span in spans)
     print(f"predicted {report.makespan:.1f} ms, measured {(end_ns - begin_ns) / 1e6:.1f} ms")
     traces = {"predicted": report.trace(unit_s=1e-3), "measured": Trace(spans)}
-    plot_stacked(traces, HERE / "predicted_step.png")
+    picture = HERE / "predicted_step.png"
+    plot_stacked(traces, picture)
+    with Image.open(picture) as image:
+        image.convert("RGB").quantize(COLORS).save(picture, optimize=True)
 
 
 if __name__ == "__main__":
