@@ -35,7 +35,12 @@ from swpipe.plans.pipeline_parallel.v_order import (
     VOrders,
     lower_bound,
 )
-from swpipe.plans.pipeline_parallel.v_starts import published_order, starts, torch_order
+from swpipe.plans.pipeline_parallel.v_starts import (
+    GreedyOrder,
+    published_order,
+    starts,
+    torch_order,
+)
 
 # The search is limited by the passes that it times, not by seconds: the same arguments give the
 # same schedule on every machine.
@@ -50,8 +55,11 @@ _STARTS = 0.4
 
 _MOST_STARTS = 400
 
-_FIRST_UNIFORM = 8
-"""The number of uniform blocks to try with any effort."""
+_UNIFORM_PASSES = 120_000
+"""The number of passes of the orders of uniform blocks to try with any effort."""
+
+_LEAST_UNIFORM = 8
+"""The least number of these orders."""
 
 _SEARCHES = 6
 """The number of best starts from which to search, in alternation."""
@@ -143,18 +151,18 @@ def plan_v_schedule(
     orders = VOrders(n_stage, n_micro, costs)
     pool = _Pool(orders, objective, Random(seed))
     published = pool.add(published_order(orders))
+    # The greedy order exists for every memory in which one microbatch can run.
+    pool.add(GreedyOrder(orders).make())
     uniform = uniform_orders(orders)
-    first_uniform = islice(uniform, _FIRST_UNIFORM)
-    for known in (torch_order(orders), *block_orders(n_stage, n_micro), *first_uniform):
-        pool.add(known)
-    # ``starts`` is infinite, so that ``next(further)`` always succeeds; its first order is greedy,
-    # which exists for every memory in which one microbatch can run.
+    n_passes = 6 * n_stage * n_micro
+    first_uniform = islice(uniform, max(_LEAST_UNIFORM, _UNIFORM_PASSES // n_passes))
+    for order in (torch_order(orders), *block_orders(n_stage, n_micro), *first_uniform):
+        if order is not None and pool.add(order) is not None:
+            pool.add(GreedyOrder(orders, order).make())
     further = chain(uniform, starts(orders, pool.rng))
-    if not pool.found:
-        pool.add(next(further))
     # An error of the search's arithmetic is found before the seconds that the search takes.
     pool.checked(costs)
-    moves = math.ceil(effort * _PASSES / (6 * n_stage * n_micro))
+    moves = math.ceil(effort * _PASSES / n_passes)
     for order in islice(further, min(_MOST_STARTS, int(_STARTS * moves / _START_MOVES))):
         if pool.is_at_bound:
             break
@@ -294,7 +302,7 @@ class _Pool:
         """Search from all orders in alternation, and replace searches that no longer improve.
 
         Args:
-            further: The starts that replace them; it must be infinite.
+            further: The starts that replace them; the best order does after the last of them.
             moves: The number of moves in all searches together.
         """
         # In alternation, because nobody knows in advance from which start a search gets furthest.
@@ -311,7 +319,7 @@ class _Pool:
                     if search.value < self.value:
                         self.found.insert(0, (search.value, search.order))
                 if search.value == before and search.idle_moves >= _PATIENCE:
-                    searches[place] = self._search(next(further))
+                    searches[place] = self._search(next(further, self.found[0][1]))
                     moves -= _START_MOVES
 
     def _search(self, order: Order) -> LocalSearch:
