@@ -67,7 +67,7 @@ _SEARCHES = 6
 _TURN = 50
 """The number of moves in one turn of a search."""
 
-_PATIENCE = 3000
+_PATIENCE = 2000
 """The number of moves without improvement after which another start replaces a search."""
 
 _HISTORY = 50
@@ -197,6 +197,8 @@ class LocalSearch:
         objective: The value to minimize.
         order: The order to start from.
         rng: The random generator of the moves.
+        departs: Whether the first moves are accepted whatever they cost, to leave the neighbourhood
+            of an order that a search could not improve.
 
     Attributes:
         order: The best order so far.
@@ -207,7 +209,15 @@ class LocalSearch:
         ValueError: The order deadlocks.
     """
 
-    def __init__(self, orders: VOrders, objective: Objective, order: Order, rng: Random) -> None:
+    def __init__(
+        self,
+        orders: VOrders,
+        objective: Objective,
+        order: Order,
+        rng: Random,
+        *,
+        departs: bool = False,
+    ) -> None:
         self.orders = orders
         self.objective = objective
         self.rng = rng
@@ -219,7 +229,7 @@ class LocalSearch:
         self._present = order
         self._energy = self._energy_of(times)
         # The energies of the last orders, at first all that of the start.
-        self._history = [self._energy] * _HISTORY
+        self._history = [math.inf if departs else self._energy] * _HISTORY
         self._moves = 0
         self.idle_moves = 0
 
@@ -306,7 +316,9 @@ class _Pool:
             moves: The number of moves in all searches together.
         """
         # In alternation, because nobody knows in advance from which start a search gets furthest.
-        searches = [self._search(order) for _, order in self.found]
+        searches = [
+            LocalSearch(self.orders, self.objective, order, self.rng) for _, order in self.found
+        ]
         while True:
             for place, search in enumerate(searches):
                 before = search.value
@@ -319,11 +331,15 @@ class _Pool:
                     if search.value < self.value:
                         self.found.insert(0, (search.value, search.order))
                 if search.value == before and search.idle_moves >= _PATIENCE:
-                    searches[place] = self._search(next(further, self.found[0][1]))
+                    start = next(further, None)
+                    searches[place] = LocalSearch(
+                        self.orders,
+                        self.objective,
+                        self.found[0][1] if start is None else start,
+                        self.rng,
+                        departs=start is None,
+                    )
                     moves -= _START_MOVES
-
-    def _search(self, order: Order) -> LocalSearch:
-        return LocalSearch(self.orders, self.objective, order, self.rng)
 
     def checked(self, costs: PipelineCosts) -> PipelineSchedule:
         """Return the best schedule, after the checker has confirmed its value.

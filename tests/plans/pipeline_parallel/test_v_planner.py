@@ -261,6 +261,13 @@ def test_moves_lead_to_valid_orders_only(job: tuple[int, int, PipelineCosts], se
         assert figure(report, objective) == search.value <= before
 
 
+def test_a_search_that_stands_still_goes_on_elsewhere() -> None:
+    """Here the searches from all starts end at 471."""
+    forward = (30, 10, 30, 10)
+    costs = PipelineCosts(forward, forward, [0.7 * time for time in forward], 2)
+    assert plan_v_schedule(2, 4, costs, effort=0.1).value <= 464
+
+
 def test_plans_of_one_seed_are_equal() -> None:
     """However long it takes: the search counts its moves."""
     plans = [plan_v_schedule(4, 4, PUBLISHED[2].costs, effort=0.02, seed=1) for _ in range(2)]
