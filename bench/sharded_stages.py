@@ -1,6 +1,6 @@
 """FSDP stages with collectives as swpipe runs them, and as torch does, where each takes 5 ms.
 
-Two pipelines of two ranks run torch's interleaved 1F1B with four stages on each rank; a stage is
+Two pipelines of two ranks run torch's interleaved 1F1B with six stages on each rank; a stage is
 sharded over the two ranks that have it. Torch's class places the collectives itself, for three
 unsharded stages. ``place_collectives`` has room for as many here. Passes sleep, as in
 ``bench.pipeline_parallel``; the link is emulated, and runs one collective at a time.
@@ -31,9 +31,9 @@ from swpipe.plans.pipeline_parallel import (
     place_collectives,
 )
 
-RANKS, MICROBATCHES, STAGES_OF_A_RANK, UNSHARDED = 2, 4, 4, 3
+RANKS, MICROBATCHES, STAGES_OF_A_RANK, UNSHARDED = 2, 2, 6, 3
 N_STAGES = RANKS * STAGES_OF_A_RANK
-COSTS_MS = (2.0, 3.0, 1.5)
+COSTS_MS = (3.0, 4.0, 2.0)
 """F, I and W of a stage."""
 
 LATENCY_MS, BAR = 5.0, 0.95

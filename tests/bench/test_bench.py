@@ -162,7 +162,8 @@ def test_schedules_run_on_ranks(two_ranks: Ranks) -> None:
 def test_sharded_stages_run_on_both_runtimes(four_ranks: Ranks) -> None:
     """With the same gradients; less than the passes of a rank is not predicted."""
     scale = 0.05
-    asleep_ms = scale * sum(sharded_stages.COSTS_MS) * 4 * sharded_stages.MICROBATCHES
+    stages = sharded_stages.STAGES_OF_A_RANK * sharded_stages.MICROBATCHES
+    asleep_ms = scale * sum(sharded_stages.COSTS_MS) * stages
     for measured in four_ranks.run(sharded_stages.on_rank, 1, scale, deadline_s=240.0):
         assert measured.same
         assert len(measured.ours_ms) == len(measured.torchs_ms) == 1
