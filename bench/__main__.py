@@ -43,6 +43,7 @@ PARTS = (
     "pec",
     "pipeline_parallel",
     "predicted_schedules",
+    "sharded_stages",
     "many_ranks",
     "layer_overlap",
     "paired_passes",

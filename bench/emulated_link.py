@@ -9,7 +9,8 @@ who calls them by that name, whichever pipeline it is. The handle is a ``dist.Wo
 asks whether it is. To wait for one sleeps: the interpreter lock is free and no core is busy. Any
 number of exchanges is under way at once, as on a link that has latency and bandwidth to spare.
 With ``bytes_per_s`` the bytes that ``all_to_all_single`` sends to other ranks queue up behind each
-other; reductions have a link of their own.
+other; reductions have a link of their own. With ``in_turn`` each collective begins when the one
+before has ended, as on one communicator.
 
 What C++ issues on its own does not pass through here, DDP's all-reduces among it: give such a model
 a communication hook that issues them from Python (``reduce_by_link``). Its futures are late, too.
@@ -36,14 +37,16 @@ from torch.nn.parallel import DistributedDataParallel
 COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_single",
     "all_reduce",
     "all_to_all",
     "all_to_all_single",
     "broadcast",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
 )
-"""The collectives that TorchRec issues asynchronously, and similar ones."""
+"""The collectives that TorchRec and FSDP issue, and similar ones; some are new in torch 2.13."""
 
 
 class Exchange(NamedTuple):
@@ -74,13 +77,18 @@ class EmulatedLink:
         latency_ms: Least time from a collective's issue to its end; may be set at any time, and
             holds for those issued after that.
         bytes_per_s: What a rank can send; may be set at any time, too.
+        in_turn: Whether a collective begins only when the one before it has ended.
         issued: How often each function was called.
         exchanges: Those that were waited for, in that order, since ``recording`` was set.
         recording: Whether to keep ``exchanges``.
     """
 
-    def __init__(self, latency_ms: float = 0.0, bytes_per_s: float = math.inf) -> None:
-        self.latency_ms, self.bytes_per_s = latency_ms, bytes_per_s
+    def __init__(
+        self, latency_ms: float = 0.0, bytes_per_s: float = math.inf, *, in_turn: bool = False
+    ) -> None:
+        self.latency_ms = latency_ms
+        self.bytes_per_s = bytes_per_s
+        self.in_turn = in_turn
         self._free_ns = 0
         self.issued: Counter[str] = Counter()
         self.exchanges: list[Exchange] = []
@@ -91,7 +99,7 @@ class EmulatedLink:
 
     def __enter__(self) -> Self:
         self._completer.start()
-        for name in COLLECTIVES:
+        for name in filter(functools.partial(hasattr, dist), COLLECTIVES):
             self._real[name] = getattr(dist, name)
             setattr(dist, name, self._slow(name, self._real[name]))
         return self
@@ -131,6 +139,9 @@ class EmulatedLink:
             if name == "all_to_all_single" and self.bytes_per_s < math.inf:
                 seconds = _sent_bytes(*args, **kwargs) / self.bytes_per_s
                 sent_ns = self._free_ns = max(self._free_ns, issued_ns) + round(seconds * 1e9)
+            if self.in_turn:
+                sent_ns = max(self._free_ns, issued_ns)
+                self._free_ns = sent_ns + round(self.latency_ms * 1e6)
             handle = LateWork(work, name, issued_ns, self, sent_ns)
             if isinstance(work, dist.Work):
                 return handle

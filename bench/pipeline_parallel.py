@@ -43,15 +43,15 @@ class Activation(torch.autograd.Function):
     """On the activation's path: sleeps in F, and where the gradient of the input is computed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_ms: float, backward_ms: float) -> Tensor:
-        ctx.backward_ms = backward_ms
-        time.sleep(forward_ms / 1e3)
+    def forward(ctx: Any, x: Tensor, stage: Sleeper) -> Tensor:
+        ctx.stage = stage
+        stage.sleep("F")
         return x.clone()  # the runtime cannot detach a view
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        time.sleep(ctx.backward_ms / 1e3)
-        return grads[0], None, None
+        ctx.stage.sleep("I")
+        return grads[0], None
 
 
 class Weight(torch.autograd.Function):
@@ -61,28 +61,37 @@ class Weight(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, weight_ms: float) -> Tensor:
-        ctx.weight_ms = weight_ms
+    def forward(ctx: Any, weight: Tensor, stage: Sleeper) -> Tensor:
+        ctx.stage = stage
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        time.sleep(ctx.weight_ms / 1e3)
+        ctx.stage.sleep("W")
         return grads[0], None
 
 
 class Sleeper(nn.Module):
-    """A stage whose passes take a set time."""
+    """A stage whose passes take a set time.
+
+    Attributes:
+        slept: The op of each pass, and its begin and end in nanoseconds.
+    """
 
     def __init__(self, forward_ms: float, backward_ms: float, weight_ms: float) -> None:
         super().__init__()
-        self.times_ms = forward_ms, backward_ms, weight_ms
+        self.times_ms = {"F": forward_ms, "I": backward_ms, "W": weight_ms}
+        self.slept: list[tuple[str, int, int]] = []
         self.weight = nn.Parameter(torch.ones(FEATURES))
 
+    def sleep(self, op: str) -> None:
+        begin_ns = time.perf_counter_ns()
+        time.sleep(self.times_ms[op] / 1e3)
+        self.slept.append((op, begin_ns, time.perf_counter_ns()))
+
     def forward(self, x: Tensor) -> Tensor:
-        forward_ms, backward_ms, weight_ms = self.times_ms
-        weighted = x * Weight.apply(self.weight, weight_ms)
-        out: Tensor = Activation.apply(weighted, forward_ms, backward_ms)
+        weighted = x * Weight.apply(self.weight, self)
+        out: Tensor = Activation.apply(weighted, self)
         return out
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -16,9 +17,16 @@ import torch.distributed as dist
 
 from bench.measure import Row, Spread, interleaved, off_by, sharpen_timers
 from bench.pipeline_parallel import COSTS_MS, FEATURES, Sleeper, costs_of, squared
-from swpipe.plans.pipeline_parallel import PipelineSchedule, check_schedule, torch_schedule
+from swpipe.plans.pipeline_parallel import (
+    PipelineSchedule,
+    ScheduleReport,
+    check_schedule,
+    torch_schedule,
+)
 from swpipe.plans.pipeline_parallel.v_blocks import block_orders
 from swpipe.plans.pipeline_parallel.v_order import VOrders
+from swpipe.trace import Row as TraceRow
+from swpipe.trace import Span
 
 MICROBATCHES = 8
 LIMIT = 0.03
@@ -37,38 +45,69 @@ def schedules(n_ranks: int) -> dict[str, PipelineSchedule]:
     }
 
 
+class Step:
+    """A schedule on this rank, with stages that sleep, and what is predicted of it.
+
+    Args:
+        name: The schedule's name in ``schedules``.
+        scale: The factor of the times of passes.
+
+    Attributes:
+        stages: This rank's stages.
+        report: What is predicted, in ms, from costs that are measured before, as a user would.
+    """
+
+    def __init__(self, name: str, scale: float) -> None:
+        from swpipe.tasks.pipeline_parallel import PipelineRuntime, measure_costs
+
+        schedule = schedules(dist.get_world_size())[name]
+        share = scale * (2 if name == "1F1B" else 1)
+        places = enumerate(schedule.placement)
+        own = [stage for stage, place in places if place == dist.get_rank()]
+        self.stages = {stage: Sleeper(*(cost * share for cost in COSTS_MS)) for stage in own}
+        self._data = torch.ones(2 * MICROBATCHES, FEATURES)
+        micro = self._data[:2]
+        costs = measure_costs(self.stages, schedule.n_stages, lambda _: micro, squared, micro)
+        self.report = check_schedule(schedule, replace(costs, max_mem=math.inf))
+        self._runtime = PipelineRuntime(schedule, self.stages, squared)
+        self.ms()  # headers go with the first step
+
+    def ms(self) -> float:
+        """Return the time of a step, from barrier to barrier."""
+        dist.barrier()
+        begin = time.perf_counter()
+        self._runtime.train(self._data, target=self._data)
+        dist.barrier()
+        return (time.perf_counter() - begin) * 1e3
+
+
 def on_rank(rounds: int, scale: float) -> dict[str, tuple[float, list[float]]]:
     """Return the predicted step, and the measured ones, of each schedule, in ms."""
-    from swpipe.tasks.pipeline_parallel import PipelineRuntime, measure_costs
-
     sharpen_timers()
-    data = torch.ones(2 * MICROBATCHES, FEATURES)
-    micro = data[:2]
-    steps = []
-    predicted = {}
-    for name, schedule in schedules(dist.get_world_size()).items():
-        share = scale * (2 if name == "1F1B" else 1)
-        own = [stage for stage, place in enumerate(schedule.placement) if place == dist.get_rank()]
-        chunks = {stage: Sleeper(*(cost * share for cost in COSTS_MS)) for stage in own}
-        # What is predicted is what a user would predict: from costs that were measured before.
-        n_stages = len(schedule.placement)
-        costs = measure_costs(chunks, n_stages, lambda stage: micro, squared, micro)
-        predicted[name] = check_schedule(schedule, replace(costs, max_mem=math.inf)).makespan
-        runtime = PipelineRuntime(schedule, chunks, squared)
-
-        def ms(runtime: PipelineRuntime = runtime) -> float:
-            dist.barrier()
-            begin = time.perf_counter()
-            runtime.train(data, target=data)
-            dist.barrier()
-            return (time.perf_counter() - begin) * 1e3
-
-        ms()  # headers go with the first step
-        steps.append(ms)
+    steps = {name: Step(name, scale) for name in schedules(dist.get_world_size())}
+    measured = interleaved(rounds, *(step.ms for step in steps.values()))
     return {
-        name: (predicted[name], times)
-        for name, times in zip(predicted, interleaved(rounds, *steps), strict=True)
+        name: (step.report.makespan, times)
+        for (name, step), times in zip(steps.items(), measured, strict=True)
     }
+
+
+def traced(name: str, scale: float) -> tuple[ScheduleReport, list[Span]]:
+    """Return what is predicted of one step, and this rank's passes in it."""
+    sharpen_timers()
+    step = Step(name, scale)
+    for stage in step.stages.values():
+        stage.slept.clear()
+    step.ms()
+    row = TraceRow("thread", f"rank {dist.get_rank()}")
+    spans = []
+    for number, stage in step.stages.items():
+        micros: Counter[str] = Counter()
+        for op, begin_ns, end_ns in stage.slept:
+            # Each stage takes the microbatches in their order.
+            spans.append(Span(f"{number}{op}", micros[op], row, begin_ns, end_ns))
+            micros[op] += 1
+    return step.report, spans
 
 
 def rows(rounds: int = 7, scale: float = 1.0) -> list[Row]:

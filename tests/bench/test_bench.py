@@ -26,6 +26,7 @@ from bench import (
     predicted_schedules,
     profiler,
     serial,
+    sharded_stages,
     v_schedule,
     workers,
 )
@@ -158,6 +159,17 @@ def test_schedules_run_on_ranks(two_ranks: Ranks) -> None:
         assert all(len(each) == 1 for each in times.values())
 
 
+def test_sharded_stages_run_on_both_runtimes(four_ranks: Ranks) -> None:
+    """With the same gradients; less than the passes of a rank is not predicted."""
+    scale = 0.05
+    stages = sharded_stages.STAGES_OF_A_RANK * sharded_stages.MICROBATCHES
+    asleep_ms = scale * sum(sharded_stages.COSTS_MS) * stages
+    for measured in four_ranks.run(sharded_stages.on_rank, 1, scale, deadline_s=240.0):
+        assert measured.same
+        assert len(measured.ours_ms) == len(measured.torchs_ms) == 1
+        assert measured.predicted_ms >= asleep_ms
+
+
 def test_predictions_are_made_of_each_schedule(two_ranks: Ranks) -> None:
     """From measured costs: none is below the time in which a rank's passes sleep."""
     scale = 0.05
@@ -166,6 +178,18 @@ def test_predictions_are_made_of_each_schedule(two_ranks: Ranks) -> None:
         assert [len(times) for _, times in found.values()] == [1] * 4
         asleep_ms = 2 * predicted_schedules.MICROBATCHES * sum(COSTS_MS) * scale
         assert min(predicted for predicted, _ in found.values()) >= asleep_ms
+
+
+def test_a_measured_step_is_drawn_as_the_predicted_one(two_ranks: Ranks) -> None:
+    """The same passes on each rank, in the same order."""
+    for rank, (report, spans) in enumerate(two_ranks.run(predicted_schedules.traced, "ZBV", 0.05)):
+        ran = [(s.task, s.iteration) for s in sorted(spans, key=lambda span: span.start_ns)]
+        planned = [(f"{a.stage}{a.op}", a.micro) for a in report.schedule.actions[rank]]
+        # Stage 0 runs its whole backward pass in W: its I then shows where W begins.
+        if rank == 0:
+            ran = [one for one in ran if one[0] != "0I"]
+            planned = [one for one in planned if one[0] != "0I"]
+        assert ran == planned
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -151,6 +151,22 @@ def _queued() -> list[float]:
         return clock.slept_ms
 
 
+def _in_turn() -> list[float]:
+    with _slow_link() as (link, clock):
+        link.in_turn = True
+        works = [_exchange(async_op=True)[1] for _ in range(2)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        return clock.slept_ms
+
+
+def test_collectives_run_one_after_another_if_told(two_ranks: Ranks) -> None:
+    """The second one ends a latency after the first."""
+    for slept_ms in two_ranks.run(_in_turn):
+        assert slept_ms == pytest.approx([L_MS, L_MS])
+
+
 def test_bytes_queue_up_behind_each_other(two_ranks: Ranks) -> None:
     """What goes to the other rank takes its time; the latency comes on top, once for each."""
     for slept_ms in two_ranks.run(_queued):

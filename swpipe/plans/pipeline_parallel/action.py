@@ -121,7 +121,7 @@ def parse_entry(text: str) -> Entry:
     if match is None:
         return Action.parse(text)
     # A file may have the backward pass first.
-    parts = {one.op: one for one in (Action.parse(part.strip()) for part in match.groups())}
+    parts = {part.op: part for part in (Action.parse(text.strip()) for text in match.groups())}
     if set(parts) != {"F", "B"}:
         raise ScheduleError(f"{shown(text)} is no pair: an F and a B overlap, as (0F1;3B0)")
     return Pair(parts["F"], parts["B"])

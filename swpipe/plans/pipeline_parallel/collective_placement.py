@@ -1,13 +1,11 @@
 """The placement of a sharded schedule's collectives: UNSHARD, RESHARD and REDUCE_GRAD.
 
 Each rank has one link to the ranks that hold the other shards, and the link runs one collective at
-a time. A rank runs passes of other stages while parameters are gathered, and waits while gradients
-are reduced. Therefore the collectives are placed as follows::
+a time while the rank runs passes. The collectives are placed as follows::
 
     UNSHARD       as early as there is room, in the order in which the stages are needed
     RESHARD       when another stage needs the room, for the stage that is needed again last
-    REDUCE_GRAD   after the last weight gradients of its stage, or later if this is faster, for
-                  example after passes for whose results other ranks wait
+    REDUCE_GRAD   directly after the last weight gradients of its stage
 
 Freeing the stage that is needed again last minimizes the number of gathers (L. A. Belady, "A study
 of replacement algorithms for a virtual-storage computer", 1966).
@@ -24,53 +22,25 @@ from swpipe.plans.pipeline_parallel.action import (
     ScheduleError,
     actions_of,
 )
-from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
-from swpipe.plans.pipeline_parallel.schedule_check import check_schedule
-
-_ROUNDS = 3
-"""The number of rounds over all reductions: moving one may make it worthwhile to move another."""
 
 
 def place_collectives(
-    schedule: PipelineSchedule, costs: PipelineCosts, *, max_unsharded: int | None = None
+    schedule: PipelineSchedule, *, max_unsharded: int | None = None
 ) -> PipelineSchedule:
     """Return a schedule with collectives for stages that are sharded over ranks outside of it.
 
     Args:
         schedule: The order of passes. Its communication is removed.
-        costs: The costs, which include ``unshard`` and ``reduce``.
         max_unsharded: The number of stages that may be unsharded at once on a rank; None for all. A
             pair needs up to two.
 
     Raises:
-        ScheduleError: The schedule does not fit the costs, or a rank has no room for a pass.
+        ScheduleError: A rank has no room for a pass.
     """
     plain = schedule.passes
-    rows = [_with_shards(row, rank, max_unsharded) for rank, row in enumerate(plain.rows)]
-    best = PipelineSchedule(tuple(map(_with_reductions, rows)), plain.n_micro)
-    least = _value(best, costs)
-    # Hill climbing over the places of the reductions; each step tries all later places of one.
-    for _ in range(_ROUNDS):
-        before = least
-        for rank in range(best.n_ranks):
-            for stage in sorted({action.stage for action in best.actions[rank]}):
-                for row in _later(best.rows[rank], Communication(stage, "REDUCE_GRAD")):
-                    others = best.rows[:rank], best.rows[rank + 1 :]
-                    changed = PipelineSchedule((*others[0], row, *others[1]), plain.n_micro)
-                    value = _value(changed, costs)
-                    if value < least:
-                        best = changed
-                        least = value
-        if least == before:
-            break
-    return best
-
-
-def _value(schedule: PipelineSchedule, costs: PipelineCosts) -> tuple[float, float]:
-    """Return the makespan, and the sum of all ranks' ends to compare equal makespans."""
-    report = check_schedule(schedule, costs)
-    return report.makespan, sum(row[-1].end for row in report.times)
+    rows = (_with_shards(row, rank, max_unsharded) for rank, row in enumerate(plain.rows))
+    return PipelineSchedule(tuple(map(_with_reductions, rows)), plain.n_micro)
 
 
 def _with_shards(row: Sequence[Entry], rank: int, limit: int | None) -> list[Entry]:
@@ -121,12 +91,3 @@ def _with_reductions(row: Sequence[Entry]) -> tuple[Entry, ...]:
         placed.append(entry)
         placed += [Communication(s, "REDUCE_GRAD") for s, place in last.items() if place == at]
     return tuple(placed)
-
-
-def _later(row: tuple[Entry, ...], reduction: Communication) -> list[tuple[Entry, ...]]:
-    """Return the rows in which a reduction comes later, but before its stage is resharded."""
-    # A reduction needs the unsharded stage (rule 7 of ``order_check``).
-    at = row.index(reduction)
-    rest = row[:at] + row[at + 1 :]
-    until = rest.index(Communication(reduction.stage, "RESHARD"), at)
-    return [(*rest[:place], reduction, *rest[place:]) for place in range(at + 1, until + 1)]

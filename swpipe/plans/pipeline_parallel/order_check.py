@@ -260,16 +260,18 @@ def _check_transfers(rows: Rows, placement: Sequence[int]) -> None:
     for rank, row in enumerate(rows):
         done: set[Part] = set()
         for part in parts_of(row):
+            if isinstance(part, Communication) and part.is_collective:
+                continue  # a stage may be gathered and freed several times
             if part in done:
                 raise ScheduleError(f"{part} is on rank {rank} twice: remove one")
             done.add(part)
-            if isinstance(part, Communication) and not part.is_collective:
+            if isinstance(part, Communication):
                 peer = _peer(part, rank, placement, done)
                 if part.op.startswith("SEND"):
                     sent[rank, peer].append(_counterpart(part))
                 else:
                     received[peer, rank].append(part)
-            elif isinstance(part, Action):
+            else:
                 needed = _receive_of(part, len(placement))
                 # A neighbouring stage on the same rank passes its result on directly.
                 is_away = needed and placement[_counterpart(needed).stage] != rank
@@ -335,8 +337,7 @@ def earliest_times(
         rows: Rows that obey all other rules.
         placement: The rank of each stage.
         cost: Returns the time of an entry. The time of a collective occupies the rank's link to the
-            ranks that hold the other shards: the rank runs passes while it unshards, and waits
-            while it reduces.
+            ranks that hold the other shards, while the rank runs passes.
         hop: The time from the end of an action to its result's arrival at another rank.
 
     Raises:
@@ -348,6 +349,7 @@ def earliest_times(
     ends: dict[Part, float] = {}
     link_free: list[float] = [0] * len(rows)
     gathered: dict[int, float] = {}
+    clocks: list[float] = [0] * len(rows)
     timed: list[list[TimedAction]] = [[] for _ in rows]
     ready = list(range(len(rows)))
     waiting: dict[Part, int] = {}
@@ -355,19 +357,20 @@ def earliest_times(
         rank = ready.pop()
         row = rows[rank]
         times = timed[rank]
-        clock = times[-1].end if times else 0
+        clock = clocks[rank]
         for entry in row[len(times) :]:
             if isinstance(entry, Communication) and entry.is_collective:
-                # Collectives queue up on the rank's link; only a reduction moves the rank's clock.
-                start = clock
-                if entry.op != "RESHARD":
-                    start = max(clock, link_free[rank])
-                    link_free[rank] = gathered[entry.stage] = start + cost(entry)
-                clock = link_free[rank] if entry.op == "REDUCE_GRAD" else clock
-                times.append(TimedAction(entry, min(start, clock), clock))
+                # Collectives queue up on the rank's link; a reshard only frees memory.
+                start = clock if entry.op == "RESHARD" else max(clock, link_free[rank])
+                end = start + cost(entry)
+                link_free[rank] = max(end, link_free[rank])
+                if entry.op == "UNSHARD":
+                    gathered[entry.stage] = end
+                times.append(TimedAction(entry, start, end))
                 continue
             parts = entry if isinstance(entry, Pair) else (entry,)
-            needs = [n for one in parts if (n := _needed(one, ends, len(placement))) is not None]
+            inputs = (_needed(part, ends, len(placement)) for part in parts)
+            needs = [needed for needed in inputs if needed is not None]
             if missing := [needed for needed in needs if needed not in ends]:
                 waiting[missing[0]] = rank
                 break
@@ -383,6 +386,7 @@ def earliest_times(
                 # A rank that waits for a gradient is noted under I as long as the op is unknown.
                 names = (part, part._replace(op="I")) if part.op == "B" else (part,)
                 ready += [waiting.pop(name) for name in names if name in waiting]
+        clocks[rank] = clock
     if waiting:
         raise _deadlock(rows, placement, {rank: needed for needed, rank in waiting.items()})
     return tuple(map(tuple, timed))
@@ -407,14 +411,14 @@ def _deadlock(rows: Rows, placement: Sequence[int], waits: dict[int, Part]) -> S
     # Follow the waits from any rank until a rank comes up twice: from there on they are a cycle,
     # which is shown from its lowest rank on.
     rank = next(iter(waits))
-    seen = []
-    while rank not in seen:
-        seen.append(rank)
+    path = []
+    while rank not in path:
+        path.append(rank)
         rank = placement[waits[rank].stage]
-    cycle = seen[seen.index(rank) :]
+    cycle = path[path.index(rank) :]
     start = cycle.index(min(cycle))
     cycle = cycle[start:] + cycle[:start]
-    told = []
+    lines = []
     first = None
     for rank in cycle:
         needed = waits[rank]
@@ -425,5 +429,5 @@ def _deadlock(rows: Rows, placement: Sequence[int], waits: dict[int, Part]) -> S
             p for p in parts_of(rows[rank]) if _needed(p, {needed: 0}, len(placement)) == needed
         )
         first = first or (part if isinstance(part, Action) else None)
-        told.append(f"rank {rank} waits at {part} for {needed} of rank {placement[needed.stage]}")
-    return ScheduleError("the schedule deadlocks: " + ", ".join(told), first)
+        lines.append(f"rank {rank} waits at {part} for {needed} of rank {placement[needed.stage]}")
+    return ScheduleError("the schedule deadlocks: " + ", ".join(lines), first)

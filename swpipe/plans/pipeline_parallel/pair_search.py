@@ -64,9 +64,10 @@ def pair_passes(
                 # A pair waits for the inputs of both passes and holds the memory of both, so that
                 # the changed order may deadlock or exceed the memory.
                 with suppress(ScheduleError):
-                    if (found := value(other)) < least:
+                    new = value(other)
+                    if new < least:
                         best = other
-                        least = found
+                        least = new
     return least[0], best
 
 
@@ -79,7 +80,7 @@ def _changed(row: tuple[Entry, ...], at: int) -> Iterator[tuple[Entry, ...]]:
     elif isinstance(entry, Action) and entry.op == "F":
         for side in (row[:at][::-1], row[at + 1 :]):
             other = next(
-                (one for one in side if not (isinstance(one, Action) and one.op == "W")), 0
+                (near for near in side if not (isinstance(near, Action) and near.op == "W")), 0
             )
             if isinstance(other, Action) and other.op in "IB":
                 yield _joined(row, entry, other)
@@ -91,7 +92,7 @@ def _joined(row: tuple[Entry, ...], f: Action, b: Action) -> tuple[Entry, ...]:
     # after it, out of the order of the microbatches: they move before the pair.
     weights = [Action(b.stage, "W", micro) for micro in range(b.micro + 1)]
     at = max(row.index(f), row.index(b))
-    late = [one for one in weights[:-1] if one in row[at:]]
+    late = [weight for weight in weights[:-1] if weight in row[at:]]
     taken = {f, b, weights[-1], *late}
-    ahead, rest = ([one for one in part if one not in taken] for part in (row[:at], row[at:]))
+    ahead, rest = ([e for e in part if e not in taken] for part in (row[:at], row[at:]))
     return (*ahead, *late, Pair(f, b._replace(op="B")), *rest)

@@ -89,12 +89,13 @@ class PipelineCosts:
     def _growth(self) -> list[str]:
         """Return the error messages of the memory changes as a whole, none or one."""
         given = [getattr(self, name) for name in _MEMORY]
-        sizes = {len(one) for one in given if isinstance(one, Sequence)}
+        sizes = {len(value) for value in given if isinstance(value, Sequence)}
         if len(sizes) > 1:
             return [f"{', '.join(_MEMORY)} have different lengths: give as many numbers of each"]
         # One number stands for each stage of the sequences beside it.
         rows = (
-            one if isinstance(one, Sequence) else [one] * max(sizes, default=1) for one in given
+            value if isinstance(value, Sequence) else [value] * max(sizes, default=1)
+            for value in given
         )
         # The tolerance covers the rounding of sums of floats; one message is enough.
         return [
@@ -108,11 +109,11 @@ class PipelineCosts:
         """Return the memory limit of each rank, for ``n_stages`` stages on all ranks together."""
         # As in the published method: room for one microbatch's activations in each stage, by the
         # most expensive stage.
-        held, kept, work = (
-            max(one) if isinstance(one, Sequence) else one
-            for one in (self.f_mem, self.b_mem, self.work_mem)
+        forward, backward, work = (
+            max(value) if isinstance(value, Sequence) else value
+            for value in (self.f_mem, self.b_mem, self.work_mem)
         )
-        return self.max_mem or (held + max(0, kept)) * n_stages + work
+        return self.max_mem or (forward + max(0, backward)) * n_stages + work
 
     def widened_limit(self, n_stages: int) -> float:
         """Return the memory limit with a margin for the rounding of sums of floats."""
@@ -259,11 +260,11 @@ def is_positive(value: object) -> bool:
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(OF_STAGES[:5], (is_positive, "a number above 0")),
-    "hop": (lambda one: is_number(one) and one >= 0, "0, for a free link, or a number above"),
+    "hop": (lambda value: is_number(value) and value >= 0, "0, for a free link, or a number above"),
     "b_mem": (is_number, "a number"),
-    "w_mem": (lambda one: is_number(one) and one <= 0, "0 or a number below, what is freed"),
+    "w_mem": (lambda value: is_number(value) and value <= 0, "0 or a number below, what is freed"),
     **dict.fromkeys(
-        OF_STAGES[-3:], (lambda one: is_number(one) and one >= 0, "0 or a number above")
+        OF_STAGES[-3:], (lambda value: is_number(value) and value >= 0, "0 or a number above")
     ),
 }
 """The rule for each cost, or each number of its sequence: a test, and its text for messages."""

@@ -292,7 +292,8 @@ class _Attempt:
         category = kind // 2
         done = ends[kind][stage]
         micro = len(done)
-        now = start = self.clock[stage]
+        now = self.clock[stage]
+        start = now
         if micro >= self.graph.n_micro:
             self._fail(f"stage {stage} would get a microbatch too many")
         self.mem[stage] += self.memory[category]
@@ -312,8 +313,8 @@ class _Attempt:
                 if ends[0][stage]:
                     self.bubble[stage] += start - now
                     self.max_bubble = max(self.max_bubble, self.bubble[stage])
-        self.clock[stage] = end = start + self.graph.costs[category]
-        done.append(end)
+        self.clock[stage] = start + self.graph.costs[category]
+        done.append(self.clock[stage])
         self.schedule[stage].append((category, kind % 2, micro))
         if category == BACKWARD:
             self.pending[stage].append(kind + 2)

@@ -45,7 +45,10 @@ class PipelineSchedule:
     def __post_init__(self) -> None:
         # Plain tuples, as of (stage, op, micro), become actions; rows may be any sequences.
         rows = tuple(
-            tuple(one if isinstance(one, Pair | Communication) else Action(*one) for one in row)
+            tuple(
+                entry if isinstance(entry, Pair | Communication) else Action(*entry)
+                for entry in row
+            )
             for row in self.rows
         )
         # The dataclass is frozen, which only its own initialization may circumvent.
@@ -154,12 +157,12 @@ class PipelineSchedule:
             rows = tuple(tuple(in_order_of_stages(row)) for row in rows)
         # The file does not say how many microbatches there are. A missing last one cannot be
         # detected here, only by n_micro.
-        found = 1 + max((a.micro for row in rows for a in actions_of(row)), default=-1)
-        if not found:
+        micros = 1 + max((a.micro for row in rows for a in actions_of(row)), default=-1)
+        if not micros:
             raise ScheduleError("there is no action: a schedule has a line of actions per rank")
         for what, expected, count in (
             ("ranks", n_ranks, len(rows)),
-            ("microbatches", n_micro, found),
+            ("microbatches", n_micro, micros),
         ):
             if expected is not None and expected != count:
                 raise ScheduleError(
@@ -168,8 +171,8 @@ class PipelineSchedule:
                 )
         # A file comes from elsewhere, so its order is checked at once. Schedules that are made in
         # Python are checked where they are used.
-        check_order(rows, found)
-        return cls(rows, found)
+        check_order(rows, micros)
+        return cls(rows, micros)
 
     def to_csv(self) -> str:
         """Return CSV text for torch's runtime: one line per rank, with cells such as ``2F0``."""

@@ -31,8 +31,9 @@ class ScheduleReport:
         schedule: The schedule.
         times: The entries of each rank with their start and end times, each as early as the rank's
             order and the inputs allow.
-        makespan: The end of the last action on all ranks.
-        bubbles: The idle time of each rank between its first start and its last end.
+        makespan: The end of the last entry on all ranks.
+        bubbles: The time of each rank between its first start and its last end in which it runs no
+            pass.
         peak_memory: The largest memory of each rank at any time.
     """
 
@@ -53,7 +54,7 @@ class ScheduleReport:
 
         This is the step time if no collective synchronizes the ranks between steps.
         """
-        return max(row[-1].end - row[0].start for row in self.times)
+        return max(map(_span, self.times))
 
     def trace(self, *, unit_s: float = 1e-6) -> Trace:
         """Return the times as a trace, to show in the terminal, as a picture, or in Perfetto.
@@ -78,7 +79,7 @@ class ScheduleReport:
                     continue
                 parts = actions_of((entry,))
                 on = Row("thread", f"rank {rank}")
-                task = "+".join(f"{one.stage}{one.op}" for one in parts)
+                task = "+".join(f"{part.stage}{part.op}" for part in parts)
                 spans.append(
                     Span(task, parts[0].micro, on, ns(start), ns(end), ns(start) - ns(before))
                 )
@@ -100,11 +101,11 @@ def check_schedule(schedule: PipelineSchedule, costs: PipelineCosts) -> Schedule
     placement = check_rows(rows, schedule.n_micro)
     # The rows are valid from here on, so that the number of stages is known.
     costs.require(len(rows), len(placement))
-    times = earliest_times(rows, placement, lambda one: costs.time(one, placement), costs.hop)
+    times = earliest_times(rows, placement, lambda entry: costs.time(entry, placement), costs.hop)
     return ScheduleReport(
         schedule,
         times,
-        makespan=max(row[-1].end for row in times),
+        makespan=max(entry.end for row in times for entry in row),
         bubbles=tuple(_bubble(row) for row in times),
         peak_memory=tuple(
             _peak(row, rank, costs, placement) for rank, row in enumerate(map(actions_of, rows))
@@ -130,8 +131,14 @@ def _follows(op: str, producer: str, same_stage: bool) -> bool:
     return op == "F" if producer == "F" else op in "IB"
 
 
+def _span(row: Sequence[TimedAction]) -> float:
+    # A collective may end after the last pass.
+    return max(entry.end for entry in row) - row[0].start
+
+
 def _bubble(row: Sequence[TimedAction]) -> float:
-    return row[-1].end - row[0].start - sum(one.end - one.start for one in row)
+    passes = [entry for entry in row if not isinstance(entry.action, Communication)]
+    return _span(row) - sum(entry.end - entry.start for entry in passes)
 
 
 def _peak(
@@ -145,9 +152,10 @@ def _peak(
         # B is I and then W, as in the costs. The limit is checked at each issue with the memory
         # that the pass needs while it runs, which it partly frees at its end.
         for op in "IW" if action.op == "B" else action.op:
-            one = action._replace(op=op)  # type: ignore[arg-type]
-            peak = max(peak, most := used + costs.need(one, placement))
-            used += costs.memory(one, placement)
+            part = action._replace(op=op)  # type: ignore[arg-type]
+            most = used + costs.need(part, placement)
+            peak = max(peak, most)
+            used += costs.memory(part, placement)
             # ``limit`` has a margin for rounding; the message shows the limit without it.
             if most > limit:
                 raise ScheduleError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from swpipe.core.records import Rows
@@ -41,19 +42,19 @@ class ScheduleComparison(Rows):
 
     def __getitem__(self, name: str) -> ComparedSchedule:
         """Return the schedule with this name."""
-        return next(one for one in self.compared if one.name == name)
+        return next(row for row in self.compared if row.name == name)
 
     def records(self) -> list[dict[str, Any]]:
         """Return one record per schedule; its values are None if the schedule does not exist."""
         return [
             {
-                "schedule": one.name,
-                "makespan": one.report and one.report.makespan,
-                "bubble": one.report and one.report.bubble,
-                "peak_memory": one.report and max(one.report.peak_memory),
-                "note": one.note,
+                "schedule": row.name,
+                "makespan": row.report and row.report.makespan,
+                "bubble": row.report and row.report.bubble,
+                "peak_memory": row.report and max(row.report.peak_memory),
+                "note": row.note,
             }
-            for one in self.compared
+            for row in self.compared
         ]
 
     def as_text(self) -> str:
@@ -93,10 +94,6 @@ def compare_schedules(
     # Planned first: it checks the arguments, which the other schedules would report as notes.
     plan = plan_v_schedule(n_stage, n_micro, costs, objective=objective, effort=effort, seed=seed)
 
-    # Functions, so that a schedule that does not exist becomes a note in ``_compared``.
-    def of_torch(order: Any) -> Callable[[], PipelineSchedule]:
-        return lambda: torch_schedule(order, n_stage, n_micro)
-
     def published() -> PipelineSchedule:
         orders = VOrders(n_stage, n_micro, costs)
         order = published_order(orders)
@@ -104,18 +101,23 @@ def compare_schedules(
             raise ScheduleError("it finds no schedule in this memory")
         return orders.schedule_of(order)
 
-    schedules: list[tuple[str, Callable[[], PipelineSchedule], PipelineCosts]] = [
-        ("1F1B", of_torch("1f1b"), _of_two_parts(costs, n_stage)),
-        ("interleaved 1F1B", of_torch("interleaved"), costs),
-        ("ZBV (torch)", of_torch("zbv"), costs),
-        ("DualPipe-V (torch)", of_torch("dualpipev"), costs),
-        ("V (published)", published, costs),
-        ("V (planned)", lambda: plan.schedule, costs),
-    ]
+    # Functions, so that a schedule that does not exist becomes a note in ``_compared``.
+    makers: dict[str, Callable[[], PipelineSchedule]] = {
+        "1F1B": partial(torch_schedule, "1f1b", n_stage, n_micro),
+        "interleaved 1F1B": partial(torch_schedule, "interleaved", n_stage, n_micro),
+        "ZBV (torch)": partial(torch_schedule, "zbv", n_stage, n_micro),
+        "DualPipe-V (torch)": partial(torch_schedule, "dualpipev", n_stage, n_micro),
+        "V (published)": published,
+        "V (planned)": lambda: plan.schedule,
+    }
     # One limit for all, also for 1F1B: its stages are half as many and twice as large.
     limit = costs.limit(2 * n_stage)
+    of_1f1b = _of_two_parts(costs, n_stage)
     return ScheduleComparison(
-        tuple(_compared(name, make, its_costs, limit) for name, make, its_costs in schedules)
+        tuple(
+            _compared(name, make, of_1f1b if name == "1F1B" else costs, limit)
+            for name, make in makers.items()
+        )
     )
 
 
@@ -143,7 +145,7 @@ def _of_two_parts(costs: PipelineCosts, n_ranks: int) -> PipelineCosts:
             return value and 2 * value
         if len(value) == 2 * n_ranks:
             return [sum(pair) for pair in zip(value[::2], value[1::2], strict=True)]
-        return [2 * one for one in value]
+        return [2 * part for part in value]
 
     of_stages: Any = {name: times(getattr(costs, name)) for name in OF_STAGES}
     return replace(costs, **of_stages)

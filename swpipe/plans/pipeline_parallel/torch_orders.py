@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from swpipe.core.messages import shown
@@ -85,8 +86,8 @@ def torch_schedule(order: TorchOrder, n_ranks: int, n_micro: int) -> PipelineSch
         n_micro: The number of microbatches.
 
     Raises:
-        ScheduleError: The order is unknown, or has no schedule for these numbers.
-        ImportError: torch.distributed.pipelining cannot be imported.
+        ScheduleError: The order is unknown, this torch lacks it, or it has no schedule for these
+            numbers.
     """
     if order not in get_args(TorchOrder):
         raise ScheduleError(f"order is {shown(order)}: one of {', '.join(get_args(TorchOrder))}")
@@ -98,10 +99,14 @@ def torch_schedule(order: TorchOrder, n_ranks: int, n_micro: int) -> PipelineSch
             f"torch's {kind.torch_class} on {n_ranks} ranks needs at least {least} microbatches, "
             f"and n_micro is {n_micro}: use more of them, or another schedule"
         )
-    # Imported here: only these orders need it.
-    import torch.distributed.pipelining as pipelining
-
-    make = getattr(pipelining, kind.torch_class)
+    try:
+        # Imported here: only these orders need it.
+        make = getattr(import_module("torch.distributed.pipelining"), kind.torch_class)
+    except (ImportError, AttributeError) as error:
+        raise ScheduleError(
+            f"this torch has no torch.distributed.pipelining.{kind.torch_class}: upgrade torch, "
+            "or use another order"
+        ) from error
     n_stages = kind.stages * n_ranks
     stages = [_StandInStage(s, n_stages, n_ranks) for s in range(kind.stages)]
     try:

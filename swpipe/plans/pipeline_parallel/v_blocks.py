@@ -16,7 +16,7 @@ Source: P. Qi et al., "Pipeline parallelism with controllable memory" (2024).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations_with_replacement, permutations
+from itertools import accumulate, combinations_with_replacement, permutations
 
 from swpipe.plans.pipeline_parallel.v_order import Order, VOrders
 
@@ -41,7 +41,7 @@ def block_orders(n: int, m: int) -> tuple[Order, Order]:
 
 
 def uniform_orders(orders: VOrders) -> Iterator[Order]:
-    """Yield the order of each uniform block that fits the memory, the most promising block first.
+    """Yield two orders of each uniform block that fits the memory, the most promising block first.
 
     Yields nothing if the memory suffices for 1F1B, because the published method is better there.
     """
@@ -59,7 +59,8 @@ def uniform_orders(orders: VOrders) -> Iterator[Order]:
         if times is not None:
             ranked.append((times.value("makespan"), block))
     for _, block in sorted(ranked):
-        yield _order(block, orders.n_micro, steady=False)
+        for steady in (False, True):
+            yield _order(block, orders.n_micro, steady=steady)
 
 
 def _mean_memory(orders: VOrders, block: Block) -> float:
@@ -147,28 +148,34 @@ def _with_weights(row: Slots, *, split: bool = False) -> Slots:
     """
     # Pending W wait for a free slot; W0 goes before W1.
     taken = {slot: kind for slot, _, kind, _ in _events([row])}
-    found: Slots = [[], []]
+    weights: Slots = [[], []]
     pending = [0, 0]
+    last = max(taken)
     slot = 0
-    while slot <= max(taken) or any(pending):
+    while slot <= last or any(pending):
         kind = taken.get(slot)
         if kind is None and any(pending):
             which = 0 if pending[0] else 1
             pending[which] -= 1
-            found[which].append(slot)
+            weights[which].append(slot)
         elif kind is not None and kind > 1:
             pending[kind - 2 if split else 0] += 1
         slot += 1
-    return [*row, *found[: 1 + split]]
+    return [*row, *weights[: 1 + split]]
 
 
-def _peak(row: Slots) -> int:
-    """Return the peak memory of a row in units of one F, with W in free slots."""
-    used = peak = 0
-    for _, _, kind, _ in _events([row if len(row) > 4 else _with_weights(row)]):
-        used += (1, 1, 0, 0, -1)[kind]
-        peak = max(peak, used)
-    return peak
+_CHANGES = (1, 1, 0, 0, -1)
+"""The memory that each kind adds, in units of one F."""
+
+
+def _usage(row: Slots) -> list[int]:
+    """Return the memory of a row after each slot, in units of one F, with W in free slots."""
+    row = row if len(row) > 4 else _with_weights(row)
+    changes = [0] * (1 + max(map(max, row)))
+    for slots, change in zip(row, _CHANGES, strict=True):
+        for slot in slots:
+            changes[slot] += change
+    return [*accumulate(changes)]
 
 
 def _needs(rows: list[Slots], rank: int, kind: int, micro: int) -> Iterator[int]:
@@ -198,7 +205,8 @@ def _reordered(rows: list[Slots], *, steady: bool = True) -> list[Slots]:
         steady: Whether passes between the prologue and the epilogue keep their slots.
     """
     # phase: 0 in the prologue, 1 in the steady state, 2 in the epilogue.
-    limit = max(map(_peak, rows))
+    usage = [_usage(row) for row in rows]
+    limit = max(map(max, usage))
     last = len(rows[0][0]) - 1
     phase = 0
     taken: list[set[int]] = [set() for _ in rows]
@@ -210,10 +218,17 @@ def _reordered(rows: list[Slots], *, steady: bool = True) -> list[Slots]:
             phase = 2
         first = slot if stays else 1 + max([-1, *_needs(rows, rank, kind, micro)])
         # The first free slot after the inputs that keeps the memory; at the latest its own slot.
-        for free in (one for one in range(first, slot + 1) if one not in taken[rank]):
-            rows[rank][kind][micro] = free
-            if free == slot or _peak(rows[rank]) <= limit:
+        row = rows[rank]
+        for free in (at for at in range(first, slot + 1) if at not in taken[rank]):
+            row[kind][micro] = free
+            if len(row) == 4:  # W find other slots
+                fits = free == slot or max(_usage(row)) <= limit
+            else:
+                fits = _CHANGES[kind] <= 0 or max(usage[rank][free:slot], default=0) < limit
+            if fits:
                 taken[rank].add(free)
+                for at in range(free, slot):
+                    usage[rank][at] += _CHANGES[kind]
                 break
     return rows
 
@@ -223,5 +238,6 @@ def _squeezed(rows: list[Slots]) -> list[Slots]:
     last = [-1] * len(rows)
     for _, rank, kind, micro in _events(rows):
         needs = () if kind == 4 else _needs(rows, rank, kind, micro)
-        rows[rank][kind][micro] = last[rank] = 1 + max([last[rank], *needs])
+        last[rank] = 1 + max([last[rank], *needs])
+        rows[rank][kind][micro] = last[rank]
     return rows

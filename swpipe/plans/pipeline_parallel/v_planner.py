@@ -35,7 +35,12 @@ from swpipe.plans.pipeline_parallel.v_order import (
     VOrders,
     lower_bound,
 )
-from swpipe.plans.pipeline_parallel.v_starts import published_order, starts, torch_order
+from swpipe.plans.pipeline_parallel.v_starts import (
+    GreedyOrder,
+    published_order,
+    starts,
+    torch_order,
+)
 
 # The search is limited by the passes that it times, not by seconds: the same arguments give the
 # same schedule on every machine.
@@ -50,8 +55,11 @@ _STARTS = 0.4
 
 _MOST_STARTS = 400
 
-_FIRST_UNIFORM = 8
-"""The number of uniform blocks to try with any effort."""
+_UNIFORM_PASSES = 120_000
+"""The number of passes of the orders of uniform blocks to try with any effort."""
+
+_LEAST_UNIFORM = 8
+"""The least number of these orders."""
 
 _SEARCHES = 6
 """The number of best starts from which to search, in alternation."""
@@ -59,7 +67,7 @@ _SEARCHES = 6
 _TURN = 50
 """The number of moves in one turn of a search."""
 
-_PATIENCE = 3000
+_PATIENCE = 2000
 """The number of moves without improvement after which another start replaces a search."""
 
 _HISTORY = 50
@@ -143,18 +151,18 @@ def plan_v_schedule(
     orders = VOrders(n_stage, n_micro, costs)
     pool = _Pool(orders, objective, Random(seed))
     published = pool.add(published_order(orders))
+    # The greedy order exists for every memory in which one microbatch can run.
+    pool.add(GreedyOrder(orders).make())
     uniform = uniform_orders(orders)
-    first_uniform = islice(uniform, _FIRST_UNIFORM)
-    for known in (torch_order(orders), *block_orders(n_stage, n_micro), *first_uniform):
-        pool.add(known)
-    # ``starts`` is infinite, so that ``next(further)`` always succeeds; its first order is greedy,
-    # which exists for every memory in which one microbatch can run.
+    n_passes = 6 * n_stage * n_micro
+    first_uniform = islice(uniform, max(_LEAST_UNIFORM, _UNIFORM_PASSES // n_passes))
+    for order in (torch_order(orders), *block_orders(n_stage, n_micro), *first_uniform):
+        if order is not None and pool.add(order) is not None:
+            pool.add(GreedyOrder(orders, order).make())
     further = chain(uniform, starts(orders, pool.rng))
-    if not pool.found:
-        pool.add(next(further))
     # An error of the search's arithmetic is found before the seconds that the search takes.
     pool.checked(costs)
-    moves = math.ceil(effort * _PASSES / (6 * n_stage * n_micro))
+    moves = math.ceil(effort * _PASSES / n_passes)
     for order in islice(further, min(_MOST_STARTS, int(_STARTS * moves / _START_MOVES))):
         if pool.is_at_bound:
             break
@@ -176,7 +184,7 @@ def _dual_pipe(orders: VOrders) -> list[PipelineSchedule]:
     try:
         schedule = torch_schedule("dualpipev", orders.n_ranks, orders.n_micro)
         check_schedule(schedule, orders.costs)
-    except (ImportError, ScheduleError):
+    except ScheduleError:
         return []
     return [schedule]
 
@@ -189,6 +197,8 @@ class LocalSearch:
         objective: The value to minimize.
         order: The order to start from.
         rng: The random generator of the moves.
+        departs: Whether the first moves are accepted whatever they cost, to leave the neighbourhood
+            of an order that a search could not improve.
 
     Attributes:
         order: The best order so far.
@@ -199,7 +209,15 @@ class LocalSearch:
         ValueError: The order deadlocks.
     """
 
-    def __init__(self, orders: VOrders, objective: Objective, order: Order, rng: Random) -> None:
+    def __init__(
+        self,
+        orders: VOrders,
+        objective: Objective,
+        order: Order,
+        rng: Random,
+        *,
+        departs: bool = False,
+    ) -> None:
         self.orders = orders
         self.objective = objective
         self.rng = rng
@@ -208,10 +226,12 @@ class LocalSearch:
             raise ValueError("a search starts from an order that can run")
         self.order = order
         self.value = times.value(objective)
-        self._present, self._energy = order, self._energy_of(times)
+        self._present = order
+        self._energy = self._energy_of(times)
         # The energies of the last orders, at first all that of the start.
-        self._history = [self._energy] * _HISTORY
-        self._moves = self.idle_moves = 0
+        self._history = [math.inf if departs else self._energy] * _HISTORY
+        self._moves = 0
+        self.idle_moves = 0
 
     def _energy_of(self, times: OrderTimes) -> float:
         # Most moves change a rank that is not the worst, so that the maximum alone stays equal.
@@ -232,7 +252,8 @@ class LocalSearch:
                 self._present = changed
                 self._energy = energy
                 if times.value(self.objective) < self.value:
-                    self.order, self.value = changed, times.value(self.objective)
+                    self.order = changed
+                    self.value = times.value(self.objective)
                     self.idle_moves = 0
         self._history[place] = self._energy
 
@@ -291,11 +312,13 @@ class _Pool:
         """Search from all orders in alternation, and replace searches that no longer improve.
 
         Args:
-            further: The starts that replace them; it must be infinite.
+            further: The starts that replace them; the best order does after the last of them.
             moves: The number of moves in all searches together.
         """
         # In alternation, because nobody knows in advance from which start a search gets furthest.
-        searches = [self._search(order) for _, order in self.found]
+        searches = [
+            LocalSearch(self.orders, self.objective, order, self.rng) for _, order in self.found
+        ]
         while True:
             for place, search in enumerate(searches):
                 before = search.value
@@ -308,11 +331,15 @@ class _Pool:
                     if search.value < self.value:
                         self.found.insert(0, (search.value, search.order))
                 if search.value == before and search.idle_moves >= _PATIENCE:
-                    searches[place] = self._search(next(further))
+                    start = next(further, None)
+                    searches[place] = LocalSearch(
+                        self.orders,
+                        self.objective,
+                        self.found[0][1] if start is None else start,
+                        self.rng,
+                        departs=start is None,
+                    )
                     moves -= _START_MOVES
-
-    def _search(self, order: Order) -> LocalSearch:
-        return LocalSearch(self.orders, self.objective, order, self.rng)
 
     def checked(self, costs: PipelineCosts) -> PipelineSchedule:
         """Return the best schedule, after the checker has confirmed its value.

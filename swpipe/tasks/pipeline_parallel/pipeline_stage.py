@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from swpipe.tasks.pipeline_parallel.gradient_reductions import Reductions
 from swpipe.tasks.pipeline_parallel.paired_passes import Due, PlannedMicrobatch, plan_of
 from swpipe.tasks.pipeline_parallel.split_backward import WeightPass, input_pass, whole_pass
 from swpipe.tasks.pipeline_parallel.stage_wires import Arrived, Receiver, Sender
@@ -84,9 +85,14 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         self.due: Due | None = None
         self._plans: dict[int, PlannedMicrobatch] = {}
         self._micro = 0
+        self._reductions = Reductions()
+        self._scale = 1
 
     def finish(self) -> None:
-        """Wait until all headers have been sent, and release the tensors of the step."""
+        """Wait for reductions and sent headers, and release the tensors of the step."""
+        self._reductions.finish()
+        self.scale_grads(self._scale)
+        self._scale = 1  # an evaluation comes without gradients
         for sender in (self._outputs, self._input_grads):
             sender.finish()
         self._arrived_inputs.clear()
@@ -201,7 +207,7 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
             raise error.__cause__ from None
         given = (*self._given[fwd_chunk_id], *tree_leaves(kwargs or {}))
         if self.is_last:  # the loss function may take values that cannot be sent
-            tensors = tuple(one for one in tree_leaves(output) if isinstance(one, Tensor))
+            tensors = tuple(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         else:
             packed = pack(output)
             tensors = packed.tensors
@@ -232,6 +238,12 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         """Run W of a microbatch."""
         self._begin("W", bwd_chunk_id)
         return super().backward_weight_one_chunk(bwd_chunk_id, *args, **more)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Start to reduce the gradients; ``finish`` waits for the end, and scales them."""
+        with self._reductions.in_background(self.submod):
+            super().perform_reduce_grad(1)
+        self._scale = grad_scale_factor
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False

@@ -111,7 +111,8 @@ class Receiver:
         # Sender and receiver decide alike: a header with the first microbatch, or with each.
         header = self._header
         if header is None or self._varying:
-            header = self._header = self._receive_header()
+            header = self._receive_header()
+            self._header = header
         memory = [
             torch.empty(
                 layout.elements * layout.dtype.itemsize,

@@ -7,11 +7,12 @@ methods and rules from release to release. Therefore the version is checked on i
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 
 TESTED = ("2.13", "2.14", "2.15")
@@ -36,6 +37,8 @@ def check_torch(version: str) -> None:
 # Before the imports below, which fail with a less helpful error if a private name has moved.
 check_torch(torch.__version__)
 
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives  # noqa: E402
 from torch.distributed.pipelining import PipelineStage, schedules  # noqa: E402
 from torch.nn.parallel import distributed  # noqa: E402
 
@@ -81,21 +84,35 @@ def lower(runtime: Any, rows: dict[int, list[Any]], placement: Sequence[int]) ->
     """
     # Torch's ``_prepare_schedule_with_comms`` (2.13 to 2.15) takes rows with all communication, or
     # with none. These are its steps, each of which runs only if its kind is missing.
-    passes = {rank: [one for one in row if one.is_compute_op] for rank, row in rows.items()}
+    passes = {rank: [entry for entry in row if entry.is_compute_op] for rank, row in rows.items()}
     runtime._validate_and_set_stage_mapping(passes)
-    there = {one.computation_type for row in rows.values() for one in row}
-    if schedules.UNSHARD not in there:
+    ops = {entry.computation_type for row in rows.values() for entry in row}
+    if schedules.UNSHARD not in ops:
         rows = {rank: schedules._add_unshard_reshard(row) for rank, row in rows.items()}
-    if schedules.REDUCE_GRAD not in there:
+    if schedules.REDUCE_GRAD not in ops:
         n_micro = runtime._n_microbatches
         rows = {rank: schedules._add_reduce_grad(row, n_micro) for rank, row in rows.items()}
-    if there.isdisjoint((schedules.SEND_F, schedules.SEND_B)):
+    if ops.isdisjoint((schedules.SEND_F, schedules.SEND_B)):
         rows = schedules._add_send_recv(rows, placement.__getitem__, len(placement))
     runtime.pipeline_order_with_comms = rows
 
 
 find_tensors: Any = distributed._find_tensors
 """The function by which DistributedDataParallel finds the tensors in a value of any structure."""
+
+DefaultReduceScatter: Any = _fsdp_collectives.DefaultReduceScatter
+"""The reduce-scatter that FSDP uses unless a custom one is set."""
+
+
+def sharded_groups(chunk: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
+    """Yield the FSDP modules of a chunk, each with its private group of parameters."""
+    for module in chunk.modules():
+        if isinstance(module, FSDPModule):
+            groups: Any = module._get_fsdp_state()._fsdp_param_groups  # torch 2.13 to 2.15
+            # A module with several groups takes no custom reduce-scatter.
+            if len(groups) == 1:
+                yield module, groups[0]
+
 
 wait_for: Any = schedules._wait_batch_p2p
 """The function by which torch's runtime waits for a batch of sends or receives."""
@@ -117,8 +134,8 @@ def group_like(group: dist.ProcessGroup, device: torch.device, name: str) -> dis
     ranks = dist.get_process_group_ranks(group)
     options: Any = group._get_backend(device).options
     helper: Any = distributed_c10d._new_process_group_helper
-    made: dist.ProcessGroup
-    made, _ = helper(
+    new: dist.ProcessGroup
+    new, _ = helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         ranks,
@@ -128,5 +145,5 @@ def group_like(group: dist.ProcessGroup, device: torch.device, name: str) -> dis
         timeout=options._timeout,
     )
     # The helper leaves this table to its caller.
-    distributed_c10d._world.pg_group_ranks[made] = {rank: at for at, rank in enumerate(ranks)}
-    return made
+    distributed_c10d._world.pg_group_ranks[new] = {rank: at for at, rank in enumerate(ranks)}
+    return new

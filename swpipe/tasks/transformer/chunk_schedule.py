@@ -210,7 +210,9 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         for part in (self.pre_process, *self.layers, self.post_process):
             if part is not None:
                 part.release()
-        self.state = self.pre_process = self.post_process = None
+        self.state = None
+        self.pre_process = None
+        self.post_process = None
         self.layers = []
         self._done = "released"
 

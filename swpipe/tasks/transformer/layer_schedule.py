@@ -341,7 +341,9 @@ class TransformerLayerSchedulePlan:
         self.post_attn = noop  # Megatron's older name for the router, which ``attn`` contains here
         self.attn = node("attn", _attend, layer, late)
         # A dense layer keeps these: callers may run all five nodes of any layer.
-        self.moe_dispatch = self.moe_combine = self.mtp_post_process = noop
+        self.moe_dispatch = noop
+        self.moe_combine = noop
+        self.mtp_post_process = noop
         self.mlp = node("mlp", _experts if self.kind.moe else _feed_forward, decoder, late)
         if self.kind.moe:
             self.moe_dispatch = exchange("moe_dispatch", True, lambda node, rows: rows)

@@ -136,7 +136,8 @@ def _begin(ctx: Any, model: ChunkModel, kinds: tuple[LayerKind, ...]) -> None:
             f"{len(kinds)}: give labels with each microbatch, and no extra_block_kwargs"
         )
     plan.begin("forward")
-    ctx.f = ctx.b = Side(plan.layers, None, plan)
+    ctx.f = Side(plan.layers, None, plan)
+    ctx.b = ctx.f
     ctx.f_value = None
     ctx.same_order = None  # ranks compared their plans when the pipeline was made
 

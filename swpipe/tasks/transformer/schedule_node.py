@@ -242,8 +242,11 @@ class NoopScheduleNode:
     def release(self) -> None:
         """Do nothing."""
 
-    backward_dw = run_backward_dw = release
-    backward = run_forward = run_backward = forward
+    backward_dw = release
+    run_backward_dw = release
+    backward = forward
+    run_forward = forward
+    run_backward = forward
 
 
 def as_leaf(value: Values) -> Values:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import ModuleType
 from typing import get_args
 
 import pytest
@@ -12,6 +14,7 @@ from swpipe.plans.pipeline_parallel import (
     PipelineSchedule,
     ScheduleError,
     check_schedule,
+    compare_schedules,
     torch_schedule,
 )
 from swpipe.plans.pipeline_parallel.torch_orders import _KINDS, TorchOrder, _StandInStage
@@ -34,6 +37,20 @@ def test_torch_orders_are_valid(order: TorchOrder) -> None:
         schedule = torch_schedule(order, n, m)
         check_schedule(schedule, PipelineCosts(max_mem=math.inf))
         assert schedule == PipelineSchedule.from_csv(schedule.to_csv(), n_ranks=n, n_micro=m)
+
+
+@pytest.mark.parametrize("module", [None, ModuleType("torch.distributed.pipelining")])
+def test_a_torch_without_an_order_is_told(
+    module: ModuleType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no such class, or no such module; a plan and a comparison go without its orders."""
+    costs = PipelineCosts(pair=1.5)
+    monkeypatch.setitem(sys.modules, "torch.distributed.pipelining", module)
+    with pytest.raises(ScheduleError, match="this torch has no .*ScheduleZBVZeroBubble: upgrade"):
+        torch_schedule("zbv", 2, 4)
+    compared = compare_schedules(2, 4, costs, effort=1e-3)
+    assert compared["ZBV (torch)"].note.startswith("this torch has no ")
+    assert compared["V (planned)"].report is not None
 
 
 def test_placements() -> None:
@@ -169,6 +186,15 @@ def test_communication_that_cannot_run_is_refused(text: str, told: str) -> None:
     """In words that name the entry."""
     with pytest.raises(ScheduleError, match=told):
         PipelineSchedule.from_csv(text)
+
+
+def test_a_stage_may_be_gathered_again_between_sends() -> None:
+    """Torch's placement does so with more than three stages per rank."""
+    text = (
+        "0UNSHARD,0F0,0SEND_F0,0RESHARD,0UNSHARD,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n"
+        "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1RESHARD"
+    )
+    assert str(PipelineSchedule.from_csv(text)) == text
 
 
 def test_torch_reads_what_is_written() -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from swpipe.plans.pipeline_parallel import (
-    PipelineCosts,
     PipelineSchedule,
     ScheduleError,
     place_collectives,
@@ -61,8 +63,19 @@ def chunk(stage: int, kind: str, where: Mesh) -> nn.Module:
     if kind == "nested":
         fully_shard(layers[3], mesh=where.sharded)
     if kind != "ddp":
-        return fully_shard(layers, mesh=where.sharded)
+        dtype = torch.float64 if kind == "double" else None
+        policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+        sharded = fully_shard(layers, mesh=where.sharded, mp_policy=policy)
+        for parameter in sharded.parameters() if kind == "hooked" else ():
+            parameter.register_post_accumulate_grad_hook(double)
+        return sharded
     return DistributedDataParallel(layers, process_group=where.replicas)
+
+
+def double(parameter: Tensor) -> None:
+    """Change a gradient that has been reduced."""
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
 
 
 def squared(output: Tensor, target: Tensor) -> Tensor:
@@ -144,12 +157,52 @@ def different(cases: list[tuple[str, PipelineSchedule]]) -> list[tuple[str, str]
 
 def test_sharded_stages_have_the_bits_of_torchs_runtime(four_ranks: Ranks) -> None:
     """On 2 x 2 ranks, gradients and parameters; also with collectives placed by the planner."""
-    costs = PipelineCosts(unshard=5, reduce=5)
     sharded = [torch_schedule(n, 2, N_MICRO) for n in ("1f1b", "zbv", "interleaved_zb")]
     pairs = torch_schedule("dualpipev", 2, N_MICRO)
     cases = [("fsdp", one) for one in (*sharded, pairs)]
-    cases += [("nested", place_collectives(one, costs)) for one in sharded[1:]]
+    cases += [("nested", place_collectives(one)) for one in sharded[1:]]
     assert four_ranks.run(different, cases, deadline_s=240.0) == [[]] * 4
+
+
+class Late(dist.Work):
+    """A collective that runs when it is waited for, and not at all otherwise."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        super().__init__()
+        self._run = run
+
+    def wait(self, *timeout: Any) -> bool:
+        """Run it."""
+        self._run()
+        return True
+
+
+def late_reductions(kinds: tuple[str, ...]) -> list[tuple[str, set[bool], bool]]:
+    """Return by kind: whether reductions are in the background, and shards as torch's runtime's."""
+    where = mesh()
+    schedule = torch_schedule("zbv", 2, N_MICRO)
+    real = dist.reduce_scatter_single
+    background: list[bool] = []
+
+    def late(*, async_op: bool = False, **arguments: Any) -> Any:
+        background.append(async_op)
+        return Late(lambda: real(**arguments)) if async_op else real(**arguments)
+
+    found = []
+    for kind in kinds:
+        background.clear()
+        with mock.patch.object(dist, "reduce_scatter_single", late):
+            ours = trained(kind, schedule, True, where)
+        theirs = trained(kind, schedule, False, where)
+        found.append((kind, set(background), all(map(torch.equal, ours, theirs))))
+    return found
+
+
+def test_a_step_waits_for_its_reductions_at_the_end(four_ranks: Ranks) -> None:
+    """Unless FSDP divides or casts what arrives, or calls hooks with it."""
+    expected = [("fsdp", {True}, True), ("double", {False}, True), ("hooked", {False}, True)]
+    kinds = tuple(kind for kind, _, _ in expected)
+    assert four_ranks.run(late_reductions, kinds, deadline_s=240.0) == [expected] * 4
 
 
 def unlike_shards(orders: tuple[str, ...]) -> list[str]:
