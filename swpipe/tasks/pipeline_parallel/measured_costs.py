@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
@@ -17,10 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from swpipe.device import resolve
 from swpipe.distributed import gather
 from swpipe.inference.operators import tensors_of
-from swpipe.plans.pipeline_parallel import PipelineCosts
+from swpipe.plans.pipeline_parallel import (
+    Action,
+    PipelineCosts,
+    PipelineSchedule,
+    check_schedule,
+)
 from swpipe.plans.pipeline_parallel.pipeline_costs import OF_STAGES
 from swpipe.tasks.pipeline_parallel.paired_passes import has_plans, plan_of
-from swpipe.tasks.pipeline_parallel.pipeline_runtime import LossFn
+from swpipe.tasks.pipeline_parallel.pipeline_runtime import LossFn, PipelineRuntime
 from swpipe.tasks.pipeline_parallel.pipeline_stage import as_tuple
 from swpipe.tasks.pipeline_parallel.run_rules import kept_buffers
 from swpipe.tasks.pipeline_parallel.split_backward import input_pass, whole_pass
@@ -60,8 +67,9 @@ def measure_costs(
             median.
 
     Returns:
-        The costs per stage, in ms and bytes. Bytes count activations: the results of operators, and
-        the inputs of all stages except the first. If all chunks have ``build_schedule_plan``,
+        The costs per stage, in ms and bytes. F and I include what the runtime takes beside a pass,
+        for example to send its result. Bytes count activations: the results of operators, and the
+        inputs of all stages except the first. If all chunks have ``build_schedule_plan``,
         ``pair`` is the time of a stage's F overlapped with the B of another stage of the rank. As
         in torch's runtime, I of stage 0 costs (next to) nothing, and its W costs its whole backward
         pass.
@@ -92,15 +100,58 @@ def measure_costs(
                 for name in timed[0]
             }
             own[stage] |= _memory(chunk, given, is_first, of_loss)
+        # Stage 1's input is what stage 0 sends; a pipeline of one stage sends nothing.
+        largest = max(as_tuple(example(min(1, n_stages - 1))), key=lambda one: one.nbytes)
+        hop_ms = measure_hop(largest, group=group)
+        by_rank = gather(own, group)
+        held = {stage: values for stages in by_rank for stage, values in stages.items()}
+        known = set.intersection(*map(set, held.values()))  # ranks without plans measure no pairs
+        of_stages = {name: [held[stage][name] for stage in range(n_stages)] for name in known}
+        costs = PipelineCosts(hop=hop_ms, **of_stages)  # type: ignore[arg-type]
+        schedule = _one_by_one([sorted(stages) for stages in by_rank])
+        step_ms = _step_ms(schedule, chunks, example, loss_fn, target, group, rounds)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    # Stage 1's input is what stage 0 sends; a pipeline of one stage sends nothing.
-    largest = max(as_tuple(example(min(1, n_stages - 1))), key=lambda one: one.nbytes)
-    hop_ms = measure_hop(largest, group=group)
-    costs = {stage: values for held in gather(own, group) for stage, values in held.items()}
-    known = set.intersection(*map(set, costs.values()))  # ranks without plans measure no pairs
-    of_stages = {name: [costs[stage][name] for stage in range(n_stages)] for name in known}
-    return PipelineCosts(hop=hop_ms, **of_stages)  # type: ignore[arg-type]
+    # No pass of this step overlaps another one: the rest is the runtime's own time.
+    alone = check_schedule(schedule, replace(costs, max_mem=math.inf)).makespan
+    rest = max(0.0, step_ms - alone) / (2 * n_stages)
+    return replace(
+        costs,
+        forward=[time + rest for time in of_stages["forward"]],
+        backward=[time + rest for time in of_stages["backward"]],
+    )
+
+
+def _one_by_one(stages: Sequence[Sequence[int]]) -> PipelineSchedule:
+    """Return the schedule of one microbatch for the stages of each rank, in order."""
+    rows = (
+        (*(Action(s, "F", 0) for s in own), *(Action(s, "B", 0) for s in reversed(own)))
+        for own in stages
+    )
+    return PipelineSchedule(tuple(rows), 1)
+
+
+def _step_ms(
+    schedule: PipelineSchedule,
+    chunks: Mapping[int, nn.Module],
+    example: Example,
+    loss_fn: LossFn,
+    target: Tensor,
+    group: dist.ProcessGroup | None,
+    rounds: int,
+) -> float:
+    """Return the median time of a step on the runtime, in ms; the same on all ranks."""
+    device = as_tuple(example(next(iter(chunks))))[0].device
+    runtime = PipelineRuntime(schedule, chunks, loss_fn, device=device, group=group)
+    inputs = as_tuple(example(0)) if 0 in chunks else ()
+    times = []
+    for _ in range(rounds + 1):
+        dist.barrier(group)
+        begin = _now_ms(device)
+        runtime.train(*inputs, target=target)
+        dist.barrier(group)
+        times.append(_now_ms(device) - begin)
+    return gather(statistics.median(times[1:]), group)[0]
 
 
 def measure_hop(

@@ -112,6 +112,19 @@ def test_costs_are_measured_alike_on_all_ranks(two_ranks: Ranks) -> None:
     assert ours.hop > 0
 
 
+def costs_of_a_slow_runtime() -> Any:
+    """Measured ones where a step of one microbatch takes 8,000 s."""
+    with mock.patch.object(measured_costs, "_step_ms", return_value=8e6):
+        return costs()[0]
+
+
+def test_the_time_of_the_runtime_belongs_to_the_passes(two_ranks: Ranks) -> None:
+    """To F and I of each of four stages alike; nothing of it is in W."""
+    for found in two_ranks.run(costs_of_a_slow_runtime):
+        assert [round(time / 1e6, 2) for time in (*found.forward, *found.backward)] == [1] * 8
+        assert max(found.weight) < 1e6
+
+
 def hop_of_one_second() -> float:
     """The measured hop where sending to and fro takes a second."""
     seconds = count()
