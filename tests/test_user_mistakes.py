@@ -167,7 +167,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "spread": (
         lambda: TaskProfiler(pipeline()).profile([1], target_spread_ms=0),
-        "target_spread_ms is 0: give a number above 0",
+        "target_spread_ms is 0: give a number greater than 0",
     ),
 }
 

@@ -132,7 +132,8 @@ class ThreadTimes:
     @property
     def cpu_s(self) -> float:
         """How long the thread is on the CPU."""
-        return self.host_s - self.blocked_s - self.core_s
+        # The wait for a core is counted by another clock, which may exceed the run by its steps.
+        return max(0.0, self.host_s - self.blocked_s - self.core_s)
 
 
 class TimedIteration(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 
 from swpipe import PipelinePlan
 from swpipe.core.resolved import resolve_plan
-from swpipe.profiler.host import HostObserver, times_of
+from swpipe.profiler.host import HostObserver, ThreadTimes, times_of
 from swpipe.program import compile_plan
 from tests.support.virtual_clock import TimedHost
 
@@ -45,3 +45,8 @@ def test_a_coarse_cpu_clock_gives_no_negative_time(monkeypatch: pytest.MonkeyPat
     seen.start(ON["sleep"], 0)
     seen.stop(ON["sleep"], 0)
     assert times_of([seen.timed({0: 0.0}, [])])["sleep"].blocked_s == 0.0
+
+
+def test_a_wait_for_a_core_that_exceeds_a_run_leaves_no_time_on_the_cpu() -> None:
+    """The two come from different clocks; a negative time would be refused as a cost."""
+    assert ThreadTimes(host_s=1e-3, core_s=1.2e-3).cpu_s == 0.0
