@@ -103,14 +103,15 @@ demo: $(VENV)/.demo ## train an image model serially and pipelined, compare, bre
 demo-clicks: $(VENV)/.clicks ## train a click model serially and pipelined, and compare
 	@$(BIN)/python docs/examples/clicks/train_clicks.py $(ARGS)
 
-# With the test backend a process sees an accelerator for ever: its tests have processes of their own.
+# With the test backend a process sees an accelerator for ever: its tests have processes of their own,
+# and few of them, since each simulated device has threads besides.
 test: $(VENV)/.test ## run the tests; with ARGS those that they name, as ARGS=tests/loops
 	@$(PYTEST) $(ARGS)
-	@$(if $(ARGS),,$(PYTEST) tests/device --accelerator)
+	@$(if $(ARGS),,$(PYTEST) -n 2 tests/device --accelerator)
 
 test-quick: $(VENV)/.test ## run the tests that are not slow, with those of the accelerator
 	@$(PYTEST) -m "not slow"
-	@$(PYTEST) -m "not slow" tests/device --accelerator
+	@$(PYTEST) -n 2 -m "not slow" tests/device --accelerator
 
 test-long: $(VENV)/.test ## run the random tests on new examples, for MINUTES=30
 	@$(BIN)/python .ci/test_long.py $(MINUTES) $(ARGS)

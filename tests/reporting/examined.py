@@ -20,7 +20,7 @@ def examined(
     *,
     plan: PipelinePlan | None = None,
     device: Any = None,
-    rounds: int = 4,
+    rounds: int = 2,
 ) -> tuple[Finding, ...]:
     """Return what keeps these tasks from overlapping, over batches or those of a loader."""
     called = None if isinstance(loader, Sequence) else loader

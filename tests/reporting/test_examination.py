@@ -95,7 +95,7 @@ def test_a_clean_loop_with_a_worker_has_no_findings(host: TimedHost) -> None:
     before = set(multiprocessing.active_children())
     gc.disable()
     try:
-        assert rules(examined(tasks, of_data(num_workers=1), plan=plan, rounds=2)) == []
+        assert rules(examined(tasks, of_data(num_workers=1), plan=plan)) == []
         assert set(multiprocessing.active_children()) <= before  # its workers have ended
     finally:
         gc.enable()
@@ -177,7 +177,7 @@ def test_workers_that_all_read_the_whole_are_found() -> None:
     def loader(workers: int = 2, **given: Any) -> DataLoader[Tensor]:
         return DataLoader(Streamed(**given), 4, num_workers=workers)
 
-    found = rules(examined(training(), loader(parts=False), rounds=2))
+    found = rules(examined(training(), loader(parts=False)))
     assert ("repeated-rows", "loader") in found
     assert not [*_repeated_rows(loader(parts=True), 2)]
     assert not [*_repeated_rows(loader(parts=False, value=0.0), 2)]
@@ -188,7 +188,7 @@ def test_workers_that_are_too_slow_are_no_finding(host: TimedHost) -> None:
     """The loop waits for a loader that works ahead: that is what the advice of the profile says."""
     data = TensorDataset(torch.ones(4096, 8))
     loader = DataLoader(data, 4, sampler=Slow(host, data), num_workers=1)
-    assert rules(examined(training(), loader, rounds=2)) == []
+    assert rules(examined(training(), loader)) == []
 
 
 PURE: dict[str, Any] = {"pure": True}
@@ -236,7 +236,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_a_clean_compiled_loop_has_no_findings(fresh_compiler: None) -> None:
     """A break that torch makes itself is none: its optimizers run hooks between two graphs."""
-    assert rules(examined(training(compiled=True), batches(), rounds=2)) == []
+    assert rules(examined(training(compiled=True), batches())) == []
 
 
 def test_a_graph_break_is_found(fresh_compiler: None) -> None:
