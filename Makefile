@@ -129,21 +129,18 @@ $(VENV)/torchrec-%: | $(VENV)/.test
 	@$(UNPINNED) $(INSTALL) --quiet --no-deps --target $@.new torchrec==$*
 	@mv $@.new $@
 
-# Where it needs another torch, in an environment of its own, which has what .venv has but for these.
+# Where it needs another torch, in an environment of its own.
 OTHER := .venv-torch-$(TORCH)-torchrec-$(TORCHREC)
 OF_TORCH := ^(torch|torchrec|fbgemm[_-]gpu-cpu|triton|setuptools|pip)==|^(nvidia|cuda)-
 
-$(OTHER)/.torch: | $(VENV)/.python
+# It has the packages that constraints.txt pins, but for these.
+$(OTHER)/.test: constraints.txt | $(VENV)/.python
 	$(PYTHON) -m venv $(OTHER)
+	@grep -v -i -E '^#|$(OF_TORCH)' constraints.txt >$(OTHER)/others.txt
 	@echo "Installing torch $(TORCH) and TorchRec $(TORCHREC) into $(OTHER)."
 	@$(UNPINNED) $(OTHER)/bin/python -m pip install --quiet --no-compile torch==$(TORCH)
 	@$(UNPINNED) $(OTHER)/bin/python -m pip install --quiet --no-compile --no-deps \
-	  torchrec==$(TORCHREC) fbgemm-gpu-cpu==$(FBGEMM)
-	@touch $@
-
-$(OTHER)/.test: constraints.txt $(OTHER)/.torch | $(VENV)/.test
-	@$(BIN)/python -m pip freeze --exclude-editable | grep -v -i -E '$(OF_TORCH)' >$(OTHER)/others.txt
-	@$(UNPINNED) $(OTHER)/bin/python -m pip install --quiet --no-compile --no-deps -r $(OTHER)/others.txt
+	  -r $(OTHER)/others.txt torchrec==$(TORCHREC) fbgemm-gpu-cpu==$(FBGEMM)
 	@touch $@
 
 test-torchrec: $(if $(TORCH),$(OTHER)/.test,$(VENV)/torchrec-$(TORCHREC)) ## run the TorchRec tests on another version of it, as TORCHREC=1.5.0; TORCH=... with another torch
