@@ -103,13 +103,12 @@ def costs() -> Any:
 
 
 def test_costs_are_measured_alike_on_all_ranks(two_ranks: Ranks) -> None:
-    """Per stage; what stage 0 costs in I is next to nothing, as on torch's runtime."""
+    """Per stage, with the median of several rounds; gradients stay as they were."""
     (ours, grads), (theirs, _) = two_ranks.run(costs)
     assert ours == theirs
     assert set(grads) == {None}
     assert [len(times) for times in (ours.forward, ours.backward, ours.weight)] == [4, 4, 4]
-    assert ours.backward[0] == min(ours.backward) < ours.weight[0]
-    assert ours.hop > 0
+    assert min(*ours.forward, *ours.backward, *ours.weight, ours.hop) > 0
 
 
 def costs_of_a_slow_runtime() -> Any:
