@@ -141,6 +141,8 @@ $(OTHER)/.test: constraints.txt | $(VENV)/.python
 	@$(UNPINNED) $(OTHER)/bin/python -m pip install --quiet --no-compile torch==$(TORCH)
 	@$(UNPINNED) $(OTHER)/bin/python -m pip install --quiet --no-compile --no-deps \
 	  -r $(OTHER)/others.txt torchrec==$(TORCHREC) fbgemm-gpu-cpu==$(FBGEMM)
+	@echo "Compiling what the tests import of them."
+	@$(OTHER)/bin/python -W ignore -c 'import torch._dynamo, torchrec' >/dev/null 2>&1
 	@touch $@
 
 test-torchrec: $(if $(TORCH),$(OTHER)/.test,$(VENV)/torchrec-$(TORCHREC)) ## run the TorchRec tests on another version of it, as TORCHREC=1.5.0; TORCH=... with another torch

@@ -314,7 +314,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.s
 """A program may step a scheduler before any optimizer."""
 
 
-PROGRAMS = 40
+PROGRAMS = 24
 
 
 @pytest.mark.slow
