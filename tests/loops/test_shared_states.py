@@ -314,7 +314,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.s
 """A program may step a scheduler before any optimizer."""
 
 
-PROGRAMS = 24
+PROGRAMS = 40
 
 
 @pytest.mark.slow
