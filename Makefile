@@ -129,11 +129,11 @@ $(VENV)/torchrec-%: | $(VENV)/.test
 	@$(UNPINNED) $(INSTALL) --quiet --no-deps --target $@.new torchrec==$*
 	@mv $@.new $@
 
-# Where it needs another torch, in an environment of its own.
+# Where it needs another torch, in an environment of its own: with the packages that constraints.txt
+# pins, but for those of OF_TORCH.
 OTHER := .venv-torch-$(TORCH)-torchrec-$(TORCHREC)
 OF_TORCH := ^(torch|torchrec|fbgemm[_-]gpu-cpu|triton|setuptools|pip)==|^(nvidia|cuda)-
 
-# It has the packages that constraints.txt pins, but for these.
 $(OTHER)/.test: constraints.txt | $(VENV)/.python
 	$(PYTHON) -m venv $(OTHER)
 	@grep -v -i -E '^#|$(OF_TORCH)' constraints.txt >$(OTHER)/others.txt
@@ -142,7 +142,7 @@ $(OTHER)/.test: constraints.txt | $(VENV)/.python
 	@$(UNPINNED) $(OTHER)/bin/python -m pip install --quiet --no-compile --no-deps \
 	  -r $(OTHER)/others.txt torchrec==$(TORCHREC) fbgemm-gpu-cpu==$(FBGEMM)
 	@echo "Compiling what the tests import of them."
-	@$(OTHER)/bin/python -W ignore -c 'import torch._dynamo, torchrec' >/dev/null 2>&1
+	-@$(OTHER)/bin/python -W ignore -c 'import torch._dynamo, torchrec'  # the tests say what fails
 	@touch $@
 
 test-torchrec: $(if $(TORCH),$(OTHER)/.test,$(VENV)/torchrec-$(TORCHREC)) ## run the TorchRec tests on another version of it, as TORCHREC=1.5.0; TORCH=... with another torch
