@@ -193,7 +193,7 @@ def judged(case: Case, name: str, step_ms: float, found: StepReport, took_s: flo
     contains = abs(1e3 * step.value_s - step_ms) <= 1e3 * step.spread_s + _APART * step_ms
     promised = ""
     if found.changes:
-        promised = f" ({found.changes[0].promised})"
+        promised = f" ({found.changes[0].advice.saved.text} ms)"
         if case.saves is not None:
             advice = found.changes[0].advice
             off_ms = abs(1e3 * advice.saved_s - case.saves)
