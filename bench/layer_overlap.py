@@ -115,13 +115,15 @@ def on_rank(types: tuple[str, ...], rounds: int, size: int, rows: int | None) ->
         for model in models:
             model.zero_grad()
         link.latency_ms = LATENCY_MS
-        found = interleaved(rounds, lambda: ms(pipes[0], True), lambda: ms(pipes[1], False))
+        serial_ms, overlapped_ms = interleaved(
+            rounds, lambda: ms(pipes[0], True), lambda: ms(pipes[1], False)
+        )
     for pipe in pipes:
         pipe.close()
     pairs = zip(*(model.parameters() for model in models), strict=True)
     same = all(torch.equal(one.grad, other.grad) for one, other in pairs)
     mean = {part: sum(each[part] for each in work) / len(work) for part in ("f", "b", "dw")}
-    return Measured(len(data[0]["labels"]), layers, *found, mean, same)
+    return Measured(len(data[0]["labels"]), layers, serial_ms, overlapped_ms, mean, same)
 
 
 def _work(pipe: Any, data: list[dict[str, torch.Tensor]]) -> dict[str, float]:
