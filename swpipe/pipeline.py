@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any, Self, TypedDict
@@ -47,8 +47,6 @@ class PipelineOptions(TypedDict, total=False):
     mode: Callable[[], object]
     check_effects: bool | float | None
     effects: EffectTable | None
-    keep: Sequence[str] | None
-    run_ahead: int | None
 
 
 @suggests_keywords
@@ -83,10 +81,8 @@ class SWPipeline(ShortcutControl[C]):
             of the later iterations. True, or a share such as 0.02 of the iterations after the first
             16: all tasks. False: no task. Compiled functions are not watched, nor are serial runs
             and profiles. A watched operator takes about 20 us longer.
-        effects: The recorded effects of each task, for which the plan is verified.
-        keep: Replaces ``PipelinePlan.keep``; None for the plan's value. The attributes that a task
-            uses are taken from its ``reads`` or from ``effects``.
-        run_ahead: Replaces ``PipelinePlan.run_ahead``; None for the plan's value.
+        effects: The recorded effects of each task, for which the plan is verified, and from which
+            ``PipelinePlan.keep`` knows what a task without ``reads`` uses.
 
     Raises:
         PlanError: The plan cannot run, or tasks could access a declared state in another order than
@@ -95,7 +91,7 @@ class SWPipeline(ShortcutControl[C]):
         ValueError: The device is not on this machine, or an argument's value cannot be used.
 
     Warns:
-        RuntimeWarning: ``run_ahead`` on a device without streams.
+        RuntimeWarning: The plan has a ``run_ahead``, and the device has no streams.
     """
 
     _asks_of_body = True
@@ -115,21 +111,13 @@ class SWPipeline(ShortcutControl[C]):
         mode: Callable[[], object] = str,
         check_effects: bool | float | None = None,
         effects: EffectTable | None = None,
-        keep: Sequence[str] | None = None,
-        run_ahead: int | None = None,
     ) -> None:
         self.device = resolve(device)
         self.context = context_class(context)
         # Everything that can be wrong is found here, before any thread starts or any batch is
         # pulled.
         self._verified = verify_for_run(
-            plan,
-            tasks,
-            effects,
-            device=self.device.name,
-            streams=self.device.has_streams,
-            keep=keep,
-            run_ahead=run_ahead,
+            plan, tasks, effects, device=self.device.name, streams=self.device.has_streams
         )
         self.plan = self._verified.plan
         self.tasks = self._verified.tasks

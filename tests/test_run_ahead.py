@@ -43,13 +43,13 @@ def test_what_is_no_number_of_iterations_is_refused(wrong: Any) -> None:
     with pytest.raises(PlanError, match=rule):
         SWPipeline(on_streams(run_ahead=wrong), device=VirtualDevice(0))
     with pytest.raises(PlanError, match=rule):
-        SWPipeline(on_streams(), device=VirtualDevice(0), run_ahead=wrong)
+        overlapped(run_ahead=wrong)
 
 
-def test_a_pipelines_argument_comes_in_the_plans_place() -> None:
-    """And where nothing is said, the device has a whole period launched; or no limit at all."""
+def test_the_default_is_one_iteration_or_no_limit() -> None:
+    """Where nothing is said, the device has a whole period launched; or there is no limit."""
     device = VirtualDevice(0)
-    with SWPipeline(on_streams(run_ahead=3), device=device, run_ahead=2) as pipe:
+    with SWPipeline(on_streams(run_ahead=2), device=device) as pipe:
         assert pipe.plan.run_ahead == pipe.plan.launch_limit == 2
     with SWPipeline(on_streams(), device=device) as pipe:
         assert pipe.plan.launch_limit == 1

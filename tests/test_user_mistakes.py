@@ -149,7 +149,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     **{
         f"keep {keep!r}": (
-            partial(pipeline, keep=keep),
+            partial(planned, keep=keep),
             r'write a list of names of attributes, such as \["loss"\]',
         )
         for keep in ("loss", [3])

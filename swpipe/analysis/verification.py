@@ -16,8 +16,8 @@ object, and derives nothing again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from swpipe.analysis.happens_before import HappensBefore
@@ -188,8 +188,6 @@ def verify_for_run(
     *,
     device: str,
     streams: bool,
-    keep: Sequence[str] | None = None,
-    run_ahead: int | None = None,
 ) -> VerifiedPlan:
     """Verify a plan for a pipeline's device, and compile it.
 
@@ -202,20 +200,14 @@ def verify_for_run(
         effects: The recorded effects, if any.
         device: The name of the pipeline's device.
         streams: Whether this device has streams.
-        keep: A value to replace the plan's; None for the plan's.
-        run_ahead: A value to replace the plan's; None for the plan's.
 
     Raises:
         PlanError: Lists all problems.
 
     Warns:
-        RuntimeWarning: ``run_ahead`` on a device without streams.
+        RuntimeWarning: The plan has a ``run_ahead``, and the device has no streams.
     """
     given = tasks_given(plan, tasks)
-    changes = {"keep": keep, "run_ahead": run_ahead}
-    # Arguments of the pipeline take precedence over the plan's own values.
-    if changes := {name: value for name, value in changes.items() if value is not None}:
-        plan = replace(plan, **changes)  # type: ignore[arg-type]  # each has its field's type
     resolved = validate(plan, given, device)
     if plan.run_ahead is not None and not streams:
         warnings.warn(
@@ -257,8 +249,9 @@ def _run_problems(declared: Declared, touched: EffectTable, before: HappensBefor
         # The effects may be in another serial order than the run: then declared states are checked
         # in the order of the run as well.
         if not problems and [name for name in table if name != PULL] != [*resolved.serial_order]:
-            said = _in_order(resolved, declared.named)  # as a serial run has it
-            problems = race_problems(said, [before])
+            # In the order of a serial run.
+            states = _in_order(resolved, declared.named)
+            problems = race_problems(states, [before])
     return problems
 
 

@@ -151,8 +151,8 @@ class PipelinePlan:
             begin when the call does, and the call returns when they have done their tasks of the
             period. Otherwise they also run between two calls.
         keep: Attributes of the context that are read after the iteration; all others are deleted as
-            soon as no task can use them any more (``swpipe.analysis.last_readers``). None: all
-            stay.
+            soon as no task can use them any more (``swpipe.analysis.last_readers``). What a task
+            uses is taken from its ``reads``, or from the pipeline's ``effects``. None: all stay.
         run_ahead: How far the host may launch ahead of a device with streams, 0 to 1,000
             iterations: an iteration is admitted when the device has finished the one
             ``depth + run_ahead`` before it. ``depth`` limits the number of contexts; ``run_ahead``

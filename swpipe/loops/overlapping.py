@@ -318,6 +318,7 @@ def loop_over(
     draws: bool | None,
     depth: int | None = None,
     keep: Sequence[str] | None = None,
+    run_ahead: int | None = None,
     workers: int = 1,
     handed: HandOver | None = None,
     **options: Any,
@@ -332,6 +333,7 @@ def loop_over(
         draws: As for ``overlap``.
         depth: As in a plan; None for the default.
         keep: As in a plan.
+        run_ahead: As in a plan.
         workers: As for ``overlap``.
         handed: The tasks behind the caller's thread, as for ``through``.
         options: Of the pipeline.
@@ -378,6 +380,8 @@ def loop_over(
         why = ()
         plan = handed.plan(plan)
         tasks = handed.tasks(tasks, leading)
+    if run_ahead is not None:
+        plan = replace(plan, run_ahead=run_ahead)
     overlapped = Overlap(plan, tuple(t.name for t in leading), ahead, why)
     effects = {PULL: Effects() if ahead else UNKNOWN}
     pipe = SWPipeline(plan, tasks, effects=effects, **options)

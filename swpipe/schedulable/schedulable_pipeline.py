@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Self, Unpack
 
 import torch
@@ -36,6 +37,12 @@ from swpipe.schedulable.training_tasks import training_tasks
 from swpipe.schedulable.translation import translate
 
 
+class ScheduleOptions(PipelineOptions, total=False):
+    """The options of ``SchedulablePipeline``, which functions that make one pass on."""
+
+    run_ahead: int | None
+
+
 class SchedulablePipeline:
     """A pipeline that runs a schedule (seed section 3.5).
 
@@ -48,6 +55,7 @@ class SchedulablePipeline:
             stream; a ``SequentialExecutor`` or ``ThreadedExecutor``; or an object with the methods
             of ``swpipe.schedulable.executors.Executor``.
         device: See ``SWPipeline``.
+        run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
         options: Options of ``SWPipeline``, such as ``check_effects``.
 
     Attributes:
@@ -68,6 +76,7 @@ class SchedulablePipeline:
         *,
         executor: Any = None,
         device: Device | torch.device | str | None = None,
+        run_ahead: int | None = None,
         **options: Unpack[PipelineOptions],
     ) -> None:
         if not isinstance(schedule, Schedule):
@@ -89,9 +98,9 @@ class SchedulablePipeline:
             kind = DelegatedPipeline
             # The effects of the tasks happen in the executor's call, and would be attributed to it.
             options.setdefault("check_effects", False)
-        self.plan: PipelinePlan = plan
+        self.plan: PipelinePlan = replace(plan, run_ahead=run_ahead)
         with in_words_of(schedule):
-            self.pipe: SWPipeline[IterContext] = kind(plan, device=device, **options)
+            self.pipe: SWPipeline[IterContext] = kind(self.plan, device=device, **options)
         # A strong reference would be a cycle: the pipeline holds its tasks, and they hold ``home``.
         home.pipe = weakref.ref(self.pipe)
         place = TaskPlace(stream_pool, home, 0)
@@ -119,7 +128,7 @@ class SchedulablePipeline:
         forward_fn: Callable[[nn.Module, Any], Any] | None = None,
         backward_fn: Callable[[Tensor], Any] | None = None,
         optimizer_step_fn: Callable[[], Any] | None = None,
-        **options: Unpack[PipelineOptions],
+        **options: Unpack[ScheduleOptions],
     ) -> SchedulablePipeline:
         """Return a pipeline that runs an ordinary training step (seed section 8.1).
 
@@ -144,7 +153,7 @@ class SchedulablePipeline:
             backward_fn: ``backward_fn(loss)`` instead of ``loss.backward()``.
             optimizer_step_fn: ``optimizer_step_fn()`` instead of ``optimizer.step()``: for clipping
                 and learning rate schedules.
-            options: Options of ``SWPipeline``.
+            options: Options of ``SchedulablePipeline``.
 
         Raises:
             TypeError: See ``SchedulablePipeline``.
@@ -271,7 +280,7 @@ class Pipeline(SchedulablePipeline):
         *,
         executor: Any = None,
         device: Device | torch.device | str | None = None,
-        **options: Unpack[PipelineOptions],
+        **options: Unpack[ScheduleOptions],
     ) -> None:
         stage = Stage(tuple(tasks))
         if stream_pool is None:

@@ -110,11 +110,16 @@ PLANS = {
 }
 
 
+def keeping(name: str, *attributes: str) -> PipelinePlan:
+    """The plan of this name, which keeps these attributes."""
+    return replace(PLANS[name], keep=attributes)
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_a_value_goes_after_its_last_user(name: str) -> None:
     """And what is kept stays, and nothing else."""
     job = Job()
-    with SWPipeline(PLANS[name], job.tasks(), device="cpu", keep=["loss"]) as pipe:
+    with SWPipeline(keeping(name, "loss"), job.tasks(), device="cpu") as pipe:
         found = [(ctx.iter_idx, vars(ctx)) for ctx in pipe.iterate(job.batches())]
     assert found == [(i, {"iter_idx": i, "loss": LOSSES[i]}) for i in range(BATCHES)]
     end = {job.alive["end", i] for i in range(BATCHES)}
@@ -146,7 +151,7 @@ class Holding(CpuDevice):
 def test_what_goes_at_once_is_held_for_the_stream_that_reads_it(serially: bool) -> None:
     """It may have been made on another one, as by a loader."""
     job, device = Job(), Holding()
-    with SWPipeline(PLANS["one thread"], job.tasks(), device=device, keep=["loss"]) as pipe:
+    with SWPipeline(keeping("one thread", "loss"), job.tasks(), device=device) as pipe:
         batch = next(iter(job.batches()))
         ctx = pipe.run_one_serial_iter(batch) if serially else next(iter(pipe.iterate([batch])))
     assert vars(ctx) == {"iter_idx": 0, "loss": LOSSES[0]}
@@ -157,7 +162,7 @@ def test_a_task_that_says_nothing_may_use_anything() -> None:
     """So all values wait for it."""
     job = Job()
     tasks = job.tasks(end=None)
-    with SWPipeline(PLANS["a thread ahead"], tasks, device="cpu", keep=["loss"]) as pipe:
+    with SWPipeline(keeping("a thread ahead", "loss"), tasks, device="cpu") as pipe:
         assert [ctx.loss for ctx in pipe.iterate(job.batches())] == LOSSES
     assert {job.alive["end", i] for i in range(BATCHES)} == {"batch x y"}
 
@@ -180,7 +185,7 @@ def test_what_no_task_says_stays_to_the_end_of_the_iteration() -> None:
 
     job.odd |= {"use": use, "use again": use_again}
     tasks = job.tasks(**{"use again": None})
-    with SWPipeline(PLANS["a thread each"], tasks, device="cpu", keep=["loss"]) as pipe:
+    with SWPipeline(keeping("a thread each", "loss"), tasks, device="cpu") as pipe:
         found = [vars(ctx) for ctx in pipe.iterate(job.batches())]
     assert found == [{"iter_idx": i, "loss": LOSSES[i]} for i in range(BATCHES)]
 
@@ -201,9 +206,7 @@ def test_what_was_recorded_counts_as_said() -> None:
     }
     job = Job()
     tasks = job.tasks(**dict.fromkeys(used))
-    with SWPipeline(
-        PLANS["one thread"], tasks, device="cpu", keep=["loss"], effects=effects
-    ) as pipe:
+    with SWPipeline(keeping("one thread", "loss"), tasks, device="cpu", effects=effects) as pipe:
         assert [ctx.loss for ctx in pipe.iterate(job.batches())] == LOSSES
     assert {job.alive["end", i] for i in range(BATCHES)} == {"y"}
 
@@ -214,7 +217,7 @@ def test_what_was_recorded_counts_as_said() -> None:
 def test_an_attribute_that_went_is_an_error_that_names_keep() -> None:
     """In the loop's body, and where a task reads what it does not say."""
     job = Job()
-    with SWPipeline(PLANS["one thread"], job.tasks(), device="cpu", keep=["loss"]) as pipe:
+    with SWPipeline(keeping("one thread", "loss"), job.tasks(), device="cpu") as pipe:
         ctx = next(iter(pipe.iterate(job.batches())))
         with pytest.raises(RuntimeError) as caught:
             _ = ctx.x
@@ -229,7 +232,7 @@ def test_an_attribute_that_went_is_an_error_that_names_keep() -> None:
                 ask()
         assert not hasattr(ctx, "never set")
     job.odd["end"] = lambda ctx: ctx.x
-    with SWPipeline(PLANS["one thread"], job.tasks(), device="cpu", keep=["loss"]) as pipe:
+    with SWPipeline(keeping("one thread", "loss"), job.tasks(), device="cpu") as pipe:
         with pytest.raises(RuntimeError, match=r"'x' any more: it went after task 'use again'"):
             pipe.run(job.batches())
 
@@ -238,11 +241,10 @@ def test_a_use_that_is_not_said_is_refused() -> None:
     """Also where the value is still there, as by chance it may be."""
     job = Job()
     job.odd["use again"] = lambda ctx: ctx.batch
-    with SWPipeline(
-        PLANS["a thread each"], job.tasks(), device="cpu", keep=["loss", "batch"]
-    ) as pipe:  # what is kept need not be said
+    plan = keeping("a thread each", "loss", "batch")  # what is kept need not be said
+    with SWPipeline(plan, job.tasks(), device="cpu") as pipe:
         assert [ctx.batch.number for ctx in pipe.iterate(job.batches())] == [*range(BATCHES)]
-    plan = replace(PLANS["a thread each"], keep=["loss", "y"])
+    plan = keeping("a thread each", "loss", "y")
     tasks = job.tasks(end=["y", "sum", "batch"])  # so that the batch is there
     with SWPipeline(plan, tasks, device="cpu") as pipe:
         with pytest.raises(PlanError) as caught:
@@ -256,7 +258,7 @@ def test_a_use_that_is_not_said_is_refused() -> None:
 def test_a_name_that_no_iteration_has_is_told_once() -> None:
     """Of each run."""
     job = Job()
-    with SWPipeline(PLANS["a thread ahead"], job.tasks(), device="cpu", keep=["los"]) as pipe:
+    with SWPipeline(keeping("a thread ahead", "los"), job.tasks(), device="cpu") as pipe:
         with pytest.warns(RuntimeWarning) as caught:
             for _ctx in pipe.iterate(job.batches()):
                 pass
@@ -278,9 +280,8 @@ def test_what_the_class_has_a_value_for_stays() -> None:
             return 2 * self.loss
 
     job = Job()
-    with SWPipeline(
-        PLANS["a thread ahead"], job.tasks(), device="cpu", context=Context, keep=["loss"]
-    ) as pipe:
+    plan = keeping("a thread ahead", "loss")
+    with SWPipeline(plan, job.tasks(), device="cpu", context=Context) as pipe:
         found = [(ctx.sum, ctx.twice) for ctx in pipe.iterate(job.batches())]
     assert found == [(i + 2, 2 * loss) for i, loss in enumerate(LOSSES)]
 

@@ -187,7 +187,8 @@ def test_an_event_is_kept_until_its_worker_asks_for_it() -> None:
     ]
     on_streams = replace(plan(), schedule={**plan().schedule, "train": TaskSchedule(1, "side")})
     for keep, more in ((None, 0), (["y"], WORKERS)):
-        found = verify_for_run(on_streams, tasks, None, device="cuda", streams=True, keep=keep)
+        kept = replace(on_streams, keep=keep)
+        found = verify_for_run(kept, tasks, None, device="cuda", streams=True)
         assert found.program.ring == found.plan.depth + 1 + more
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,7 +98,7 @@ def test_a_warning_names_the_line_of_the_call() -> None:
         swpipe.overlap(iter([1]), [task])
     assert found[0].filename == __file__
     with pytest.warns(RuntimeWarning, match="means nothing") as found:
-        SWPipeline(PipelinePlan.serial([task]), [task], run_ahead=1, device="cpu")
+        SWPipeline(replace(PipelinePlan.serial([task]), run_ahead=1), device="cpu")
     assert found[0].filename == __file__
 
 

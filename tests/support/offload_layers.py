@@ -68,9 +68,8 @@ class Layers:
         """A pipeline that offloads these layers."""
         tasks, pairs = self.tasks(), self.pairs(which)
         plan = with_offload(PipelinePlan.serial(tasks), pairs)
-        return SWPipeline(
-            plan, offloaded(tasks, pairs), device=str(self.device), run_ahead=run_ahead
-        )
+        plan = replace(plan, run_ahead=run_ahead)
+        return SWPipeline(plan, offloaded(tasks, pairs), device=str(self.device))
 
     def gradients(self, which: Sequence[int], steps: int = 1) -> list[Tensor]:
         """The gradients after some steps."""

@@ -23,6 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeAlias
 
@@ -327,6 +328,8 @@ class SparseDistPipeline(PassPipeline):
         self.tasks = tasks
         if tasks.options.pipeline_postproc and plans.POSTPROC not in plan.schedule:
             plan = plans.with_postproc(plan)
+        if run_ahead is not None:
+            plan = replace(plan, run_ahead=run_ahead)
         self.pipe = SWPipeline(
             plan,
             plan.tasks or tasks.tasks(),
@@ -334,7 +337,6 @@ class SparseDistPipeline(PassPipeline):
             stall_timeout_s=stall_timeout_s,
             seed=seed,
             mode=tasks.mode,
-            run_ahead=run_ahead,
             check_data=check_data,
         )
         self._pass = None

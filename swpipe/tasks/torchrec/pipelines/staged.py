@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Generic
@@ -189,10 +190,10 @@ class StagedTrainPipeline(PassPipeline, torchrec_pipelines.TrainPipeline, Generi
         # The number keeps the names unique: two stages may have the same name in TorchRec.
         tasks = [self._task(f"{k} {stage.name}", stage) for k, stage in enumerate(pipeline_stages)]
         streams = [stage.stream for stage in pipeline_stages]
-        plan = _staged([task.name for task in tasks], streams)
+        plan = replace(_staged([task.name for task in tasks], streams), run_ahead=run_ahead)
         # The last task only hands the batch out, in the period in which the user runs the model.
         tasks.append(PipelineTask(_HAND_OUT, _hand_out, pure=True))
-        self.pipe = SWPipeline(plan, tasks, device=_device(streams), run_ahead=run_ahead)
+        self.pipe = SWPipeline(plan, tasks, device=_device(streams))
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out | None:
         """Run the stages for the batches in flight; return None at the end of the data.
