@@ -33,11 +33,10 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Generic, cast
+from typing import TYPE_CHECKING, Any, Generic, cast
 
-from swpipe._distributed.batches_left import KnowsItsEnd, batches_left
-from swpipe._distributed.even_data import EvenData, EvenIterator, OutOfStepError, UnevenDataError
-from swpipe._distributed.rank_checks import check_same_plan, is_alone, tell_failure
+from swpipe._distributed.even_data import OutOfStepError, UnevenDataError
+from swpipe._distributed.rank_checks import check_same_plan, tell_failure
 from swpipe._engine.exclusive import ExclusiveAccess
 from swpipe._engine.iterations import Engine, PushedBatches
 from swpipe._engine.randomness import LentAccess, lend_access, this_thread
@@ -45,9 +44,12 @@ from swpipe._engine.run import JOIN_GRACE_S, Run
 from swpipe._engine.watchdog import Watchdog
 from swpipe.core.context import C
 from swpipe.core.messages import shown
-from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.core.plan import PipelinePlan
 from swpipe.errors import add_note
 from swpipe.shortcut import Shortcuts
+
+if TYPE_CHECKING:
+    from swpipe._engine.agreed_passes import AgreedPasses
 
 PULL_GRACE_S = 1.0
 """The longest time in seconds for which ``drop`` waits for a batch that is being pulled."""
@@ -115,12 +117,12 @@ class Driver(Generic[C]):
         self._dropped: weakref.finalize[..., Driver[C]] | None = None
         # The access to the random generators that a task of an outer pipeline lends to this call.
         self._lent: LentAccess | None = None
-        self._check_data = check_data
-        self._even: EvenData | None = None
-        # The iterator that the ranks agree on, made from the iterator that was used last.
-        self._agreed: EvenIterator | None = None
-        # Why no iteration can run any more; empty while the ranks are in step.
-        self._out_of_step = ""
+        self._passes: AgreedPasses | None = None
+        # Without it, each rank pulls by itself, and the module is not loaded.
+        if check_data:
+            from swpipe._engine.agreed_passes import AgreedPasses
+
+            self._passes = AgreedPasses(engine.program, stall_timeout_s)
         # Errors of the iterator that are due: no iteration before them is in flight.
         self._errors: list[Exception] = []
         self._ended: Iterator[Any] | None = None
@@ -260,7 +262,8 @@ class Driver(Generic[C]):
             run = self.run
             if run is not None:
                 run.read_callers_settings()
-                agreed = self._agreed if run.admission.source is self._agreed else None
+                last = None if self._passes is None else self._passes.last
+                agreed = last if run.admission.source is last else None
                 if agreed is None:
                     run.stop_admitting()
                 else:
@@ -318,7 +321,7 @@ class Driver(Generic[C]):
         if self.drained:
             number = self.drained[0].iter_idx
         seed = self.engine.seeds.seed
-        early = 0 if self._agreed is None else self._agreed.waiting
+        early = 0 if self._passes is None else self._passes.waiting
         return {"next_iteration": number, "in_flight": self.in_flight + early, "seed": seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -335,7 +338,8 @@ class Driver(Generic[C]):
         self.next_iteration = state["next_iteration"]
         self.lost = ""
         self._errors.clear()
-        self._agreed = None
+        if self._passes is not None:
+            self._passes.last = None
         self.engine.seeds.seed = state["seed"]
 
     def drop(self) -> int:
@@ -465,39 +469,6 @@ class Driver(Generic[C]):
                 # The error's traceback refers to this frame, which would be a reference cycle.
                 del error
 
-    def _source(self, iterator: Iterator[Any], length: int | None) -> Iterator[Any]:
-        """Return the iterator that a run pulls from.
-
-        On several ranks it is the one that they agree on.
-        """
-        if self._out_of_step:
-            raise RuntimeError(
-                f"the ranks are out of step, and their collectives would not match any more: "
-                f"{self._out_of_step}. Close the pipeline, and start the job again on all ranks"
-            )
-        agreed_there = isinstance(iterator, KnowsItsEnd) and iterator.agreed
-        if iterator is self._pushed or agreed_there or is_alone():
-            return iterator
-        overlaps = self.engine.program.depth > 1
-        if self._even is None:
-            # Its time-out is shorter than the watchdog's, because its error names the ranks that
-            # are missing.
-            wait_s = 600.0 if self._stall_timeout_s is None else 0.9 * self._stall_timeout_s
-            # The answers of the ranks take a round trip: a pipeline awaits them one step later.
-            self._even = EvenData("error", ahead=int(overlaps), timeout_s=wait_s)
-        agreed = self._agreed
-        if agreed is None or agreed.over or agreed.source is not iterator:
-            left = batches_left(iterator) if length is None else length
-            # The watchdog limits pulls within a call. A thread that pulls between two calls needs
-            # its own limit.
-            limited = self._stall_timeout_s is not None and PULL in self.engine.program.instructions
-            agreed = EvenIterator(
-                self._even, iterator, length=left, keeps_step=overlaps, limited=limited
-            )
-        agreed.left = False
-        self._agreed = agreed
-        return agreed
-
     def _begin(self, iterator: Iterator[Any], length: int | None = None) -> Run:
         if not hasattr(iterator, "__next__"):
             raise TypeError(
@@ -505,7 +476,7 @@ class Driver(Generic[C]):
                 "pass iter(loader), and the same one each time"
             )
         self.agree()
-        source = self._source(iterator, length) if self._check_data else iterator
+        source = iterator if self._passes is None else self._passes.source(iterator, length)
         run = self.run = Run(self.engine, iterator, source, self.next_iteration)
         self.lost = ""
         if self.access.closed:  # by now, when there was no run to stop
@@ -568,8 +539,8 @@ class Driver(Generic[C]):
         except BaseException as error:
             for left in self._end(run):
                 add_note(error, left)
-            if isinstance(error, OutOfStepError):
-                self._out_of_step = str(error)
+            if self._passes is not None and isinstance(error, OutOfStepError):
+                self._passes.out_of_step = str(error)
             tell_failure(error)
             raise
         if run.over:
@@ -609,11 +580,8 @@ class Driver(Generic[C]):
         if self.run is not None:
             self._end_with_warning(self.run)
         self._errors.clear()
-        self._agreed = None
-        even = self._even
-        self._even = None
-        if even is not None and not self.access.forked:
-            even.close()
+        if self._passes is not None:
+            self._passes.close(forked=self.access.forked)
 
     def _end_with_warning(self, run: Run) -> None:
         if run.flushing and run.in_flight and run.failure is None:

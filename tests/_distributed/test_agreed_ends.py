@@ -106,7 +106,7 @@ def test_a_pipeline_that_is_out_of_step_refuses_to_go_on() -> None:
     """With what has happened."""
     training = Training()
     with pipeline_of("two stages", training) as pipe:
-        pipe._driver._out_of_step = "planted"
+        pipe._driver._passes.out_of_step = "planted"
         with pytest.raises(RuntimeError, match="out of step.*planted.*start the job again"):
             pipe.progress(iter([1]))
 
@@ -141,7 +141,7 @@ def test_a_drain_finishes_what_the_ranks_have_pulled_early(two_ranks: Ranks) -> 
 def test_collectives_in_several_stages_ask_for_it(kind: str, agrees: bool) -> None:
     """Of a plan with all of them in one stage a rank drains in the order of the others."""
     with pipeline_of(kind, Training(), check_data=None) as pipe:
-        assert pipe._driver._check_data is agrees
+        assert (pipe._driver._passes is not None) is agrees
 
 
 class Fails(Iterator[int]):

@@ -236,7 +236,7 @@ def _kept_when_closed() -> tuple[bool, str]:
     try:
         with _made("jagged_prefetch_sparse_dist") as pipeline:
             pipeline.progress(batch for batch in batches(STEPS))
-            agreed = ref(pipeline.pipe._driver._agreed)
+            agreed = ref(pipeline.pipe._driver._passes.last)
             assert agreed().waiting == 1
         return agreed() is not None, refusal(pipeline.state_dict)
     finally:
