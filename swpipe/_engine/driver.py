@@ -491,6 +491,7 @@ class Driver(Generic[C]):
             # ``__del__`` is lost.
             self._dropped = weakref.finalize(self, end_dropped, run, watchdog, self._made_at)
             self._dropped.atexit = False
+        # Also after Ctrl-C, the threads that were started end.
         except BaseException:
             self._end(run)
             raise
@@ -536,6 +537,7 @@ class Driver(Generic[C]):
     def _advance(self, run: Run) -> C | None:
         try:
             ctx = cast("C | None", run.advance())
+        # Whatever a task or an interrupt raised ends the run, and goes on to the caller.
         except BaseException as error:
             for left in self._end(run):
                 add_note(error, left)

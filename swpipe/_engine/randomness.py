@@ -162,6 +162,7 @@ class _Access(AbstractContextManager[None]):
         try:
             self.request()
             this_thread.access = self
+        # An interrupted request must not stay in line, where all later ones would wait behind it.
         except BaseException:
             self.__exit__()
             raise

@@ -566,6 +566,7 @@ class Run:
         """
         try:
             reset_states(self.engine.tasks.values(), self.failure)
+        # The error of a user's reset goes to the caller, and the resets are not called again.
         except Exception:
             self.ended = True
             raise
@@ -582,6 +583,7 @@ class Run:
                 end.wait(self.iterations.caller_stream)
             for i in range(self.retired, self.admission.pulled):
                 self._mark_end(i)
+        # After a device error, streams may refuse any further call: the first failure counts.
         except Exception as error:
             if self.failure is None:
                 self.ended = True

@@ -105,7 +105,7 @@ def bytes_in_flight(before: HappensBefore, memory: TaskMemory) -> Footprint:
             free = bisect_left(apart, True, key=ordered)
         return 1 + free + (goes and waits) * plan.most_workers
 
-    held = [Held(one.attribute, one.begin, copies(one), one.bytes) for one in blocks]
+    held = [Held(block.attribute, block.begin, copies(block), block.bytes) for block in blocks]
     # Each thread of a group runs one task at a time: the largest need counts for each of them.
     working: dict[str, Held] = {}
     for task, size in memory.working.items():

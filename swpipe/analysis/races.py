@@ -147,17 +147,17 @@ def violations(
     broken: dict[tuple[str, str, int], Violation] = {}
     for before in guaranteed:
         # The same question comes up for each location that two tasks share: it is asked once.
-        kept: set[tuple[object, ...]] = set()
+        known: set[tuple[object, ...]] = set()
         for conflict, either, seeded in required:
             consumer, producer, distance = key = conflict[:3]
             of_context = not conflict.place.persistent
             on_host = conflict.place.on_host
-            if (*key, on_host, of_context) in kept:
+            if (*key, on_host, of_context) in known:
                 continue
             of_host = on_host or not before.streams
             keeps = before.host if of_host else partial(before.keeps, attribute=of_context)
             if keeps(producer, consumer, distance):
-                kept.add((*key, on_host, of_context))
+                known.add((*key, on_host, of_context))
                 continue
             if seeded and before.never_beside(producer, consumer, distance):
                 continue
@@ -306,19 +306,19 @@ def _where_in(plan: PipelinePlan, name: str) -> str:
 def _shared(plan: PipelinePlan, names: Sequence[str], places: Sequence[Location]) -> str:
     """Return the text for tasks that share states with the body: what is wrong, and the mend."""
     tasks = listed([repr(name) for name in names], most=4)
-    one = len(names) == 1
+    alone = len(names) == 1
     where = f"The plan has {names[0]!r} in {_where_in(plan, names[0])}"
     if places == (DRAWS,):
         return (
-            f"{tasks} {'is' if one else 'are'} random, which seeds {DRAWS.name}, and the loop's "
+            f"{tasks} {'is' if alone else 'are'} random, which seeds {DRAWS.name}, and the loop's "
             "body may draw from them at the same time. Move it to the caller's thread; let it draw "
             "from a torch.Generator of its own, seeded by ctx.iter_idx; or say "
             f'DeclaredIO(state="{DRAWS.name}", mode="r", others=""), if nobody else draws. {where}'
         )
     states = [place for place in places if place not in (DRAWS, UNDECLARED)]
-    told = listed([str(place) for place in states])
+    touched = listed([str(place) for place in states])
     return (
-        f"{tasks} {'touches' if one else 'touch'} {told}, which the loop's body "
+        f"{tasks} {'touches' if alone else 'touch'} {touched}, which the loop's body "
         "may touch, too, and so must stay with the body: in the last stage, on the "
         "caller's thread and stream. Move them there; or say how others touch the state, if they "
         f'do: DeclaredIO(state="{states[0].name}", ..., others="r" or ""); or call run(), which '
@@ -414,7 +414,7 @@ def _where(plan: PipelinePlan, violation: Violation) -> str:
     # Elsewhere, the order of a stream keeps the two tasks apart.
     if True not in violation.devices:
         return "on a device without streams, such as the CPU: "
-    both = [plan.schedule.get(one) for one in (violation.producer, violation.consumer)]
+    both = [plan.schedule.get(task) for task in (violation.producer, violation.consumer)]
     of = " and ".join(_name(entry.stream) for entry in both if entry is not None)
     return f"on a device with streams (here {of}): "
 
@@ -506,9 +506,9 @@ def _meant(
         newer = {**plan.newer, **shifts.get("newer", {})}
         required = required_orders(pair, stale, newer)
         if not violations(required, guaranteed):
-            said = ", ".join(f"{what}={states}" for what, states in shifts.items())
+            fields = ", ".join(f"{what}={states}" for what, states in shifts.items())
             ways = " and ".join("ahead" if what == "newer" else "behind" for what in shifts)
-            return f"; or, if reads may be {count} {ways}, say {said}"
+            return f"; or, if reads may be {count} {ways}, say {fields}"
     return ""
 
 

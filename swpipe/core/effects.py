@@ -111,25 +111,28 @@ class Declared:
     def by(cls, tasks: Iterable[PipelineTask]) -> Declared:
         """Collect the declarations of tasks."""
         tasks = tuple(tasks)
-        said = [(task.name, io) for task in tasks for io in task.io if io.state]
+        declarations = [(task.name, io) for task in tasks for io in task.io if io.state]
         # A state is on the host only if all tasks that name it say so.
-        on_device = {io.state for _, io in said if not io.on_host}
-        found: dict[str, tuple[list[Location], list[Location]]] = {t.name: ([], []) for t in tasks}
-        for name, io in said:
+        on_device = {io.state for _, io in declarations if not io.on_host}
+        # Task to the states that it reads, and those that it writes.
+        named: dict[str, tuple[list[Location], list[Location]]] = {t.name: ([], []) for t in tasks}
+        for name, io in declarations:
             place = Location(str(io.state), True, io.state not in on_device)
-            for places, way in zip(found[name], "rw", strict=True):
+            for places, way in zip(named[name], "rw", strict=True):
                 if way in io.mode:
                     places.append(place)
-        states = {place for both in found.values() for places in both for place in places}
+        states = {place for both in named.values() for places in both for place in places}
         # One task's restriction of ``others`` is enough: it holds for the state.
-        unread, unwritten = ({io.state for _, io in said if one not in io.others} for one in "rw")
+        unread, unwritten = (
+            {io.state for _, io in declarations if way not in io.others} for way in "rw"
+        )
         unknown = _anything(states, unread, unwritten)
         # Added after ``unknown``, which has the generators in any case.
         for task in tasks:
             if task.random:
-                found[task.name][0].append(DRAWS)
-        named = {name: Effects(frozenset(r), frozenset(w)) for name, (r, w) in found.items()}
-        return cls(named, unknown, frozenset([task.name for task in tasks if task.undeclared]))
+                named[task.name][0].append(DRAWS)
+        effects = {name: Effects(frozenset(r), frozenset(w)) for name, (r, w) in named.items()}
+        return cls(effects, unknown, frozenset([task.name for task in tasks if task.undeclared]))
 
     @property
     def effects(self) -> dict[str, Effects]:

@@ -275,8 +275,8 @@ _IN_PASS = (
 def are_same(before: list[Any], after: list[Any]) -> bool:
     """Return whether values are the same objects, or equal integers."""
     return len(before) == len(after) and all(
-        one is other or (type(one) is int and one == other)
-        for one, other in zip(before, after, strict=True)
+        old is new or (type(old) is int and old == new)
+        for old, new in zip(before, after, strict=True)
     )
 
 

@@ -105,6 +105,7 @@ class BatchCopy:
             # batch.
             if moved is None:
                 raise TypeError(f"{kind.__name__}.to() or pin_memory() returned None")
+        # The user's to() may raise anything, which goes on with the note.
         except Exception as error:
             add_note(
                 error,
@@ -137,7 +138,7 @@ def _takes_non_blocking(kind: Any) -> bool:
     except ValueError:  # written in C
         return False
     # Also with **kwargs, which usually are passed on to a tensor's to().
-    return any(one.name == "non_blocking" or one.kind is one.VAR_KEYWORD for one in parameters)
+    return any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def copy_task(

@@ -102,8 +102,9 @@ def compare_with_plan(resolved: ResolvedPlan, effects: EffectTable) -> Compariso
     )
     # Both with streams and without (CPU): a plan has to be correct on either kind of device.
     before = guarantees(resolved, streams=None)
-    found = violations(required, before)
-    broken = {Edge(each.consumer, each.producer, each.distance) for each in found}
+    broken = {
+        Edge(each.consumer, each.producer, each.distance) for each in violations(required, before)
+    }
     names = tuple(effects)
     known = Orders(names)
     if broken:  # these may follow from kept orders

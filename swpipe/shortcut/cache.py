@@ -49,6 +49,7 @@ def call_io(
     """Call the capture or restore function of one io, if it has one."""
     try:
         return None if fn is None else fn(*args)
+    # The user's function may raise anything, which goes on with the note.
     except Exception as error:
         add_note(error, f"swpipe: in the {name} of io[{index}] of task {task.name!r}")
         raise
