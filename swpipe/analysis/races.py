@@ -186,6 +186,7 @@ def race_problems(
     """
     plan = guaranteed[0].plan
     required = required_orders(effects, plan.stale, plan.newer)
+    # The orders of the loader are checked before the run: they do not depend on the body.
     if beside_body:
         required = [
             order
@@ -287,6 +288,7 @@ def _silent_apart(plan: PipelinePlan, effects: EffectTable) -> list[str]:
     group = {name: entry.thread_group for name, entry in plan.schedule.items()}
     group |= {BODY: DEFAULT_GROUP, PULL: plan.pull_group or DEFAULT_GROUP}
     silent = [name for name in effects if effects[name].undeclared]
+    # Loader and body come first: the rest have to be on the thread of the first of all.
     silent.sort(key=lambda name: (name not in OTHERS, name))
     return [n for n in silent if n not in OTHERS and group[n] != group[silent[0]]]
 
@@ -428,6 +430,7 @@ def _mend(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
     consumer = violation.consumer
     producer = violation.producer
     distance = violation.distance
+    # The loader is no task, so no edge can name it.
     if mends is None:
         return "pull each batch after the iteration before it: pipeline_depth=1, and no pull_group"
     # The edge is there, but orders functions only, and the state is used by device work.
@@ -446,6 +449,7 @@ def _mend(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
             f"work of {producer!r}: leave out stream=HOST, or say on_host=True of a state that no "
             "device work uses"
         )
+    # Only a group with several workers runs one task on two iterations at once.
     if consumer == producer:
         silent = any(conflict.place == UNDECLARED for conflict in violation.conflicts)
         word = "declare it (pure=True, or states in io), if that is not so; else " if silent else ""
@@ -481,6 +485,7 @@ def _mend_reversed(plan: PipelinePlan, violation: Violation, mends: Mends | None
     """Return the edge for the opposite order, if the two tasks meet in one period; else ""."""
     if mends is None:
         return ""
+    # An edge within a period reverses the order only where the period has both runs.
     apart = plan.schedule[violation.producer].stage - plan.schedule[violation.consumer].stage
     if violation.distance == 0 or apart != violation.distance:
         return ""

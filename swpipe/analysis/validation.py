@@ -67,6 +67,7 @@ def refusal(plan: PipelinePlan, problems: Sequence[Problem]) -> PlanError:
     # The grid of thousands of tasks would hide those at fault.
     if len(rows) > MOST_ROWS:
         rows = [name for name in rows if name in faulty][:MOST_ROWS]
+    # More than some 20 periods do not fit into the width of a terminal.
     last = max((plan.schedule[name].stage for name in rows), default=0)
     grid = format_grid(plan, rows, min(last, 20) + 3, faulty=faulty) if rows else ""
     return PlanError(problems, grid)
@@ -145,7 +146,6 @@ def _entries(plan: PipelinePlan, device: str | None) -> Iterator[Problem]:
         )
     elif all(
         # Depth and workers are computed from stages: they are checked only if these are numbers.
-        # Types are compared, so that True, which is an int, is refused.
         type(e.stage) is type(e.workers) is int and max(e.stage, e.workers) < MOST_ITERATIONS
         for e in plan.schedule.values()
     ):
@@ -211,6 +211,7 @@ def _depth(plan: PipelinePlan) -> Iterator[Problem]:
 def _entry(entry: TaskSchedule, device: str | None) -> list[str]:
     problems = []
     stream = entry.stream
+    # Types are compared, so that True, which is an int, is refused.
     if type(entry.stage) is not int or not 0 <= entry.stage < MOST_ITERATIONS:
         rule = f"stages are integers from 0 to {MOST_ITERATIONS - 1}"
         problems.append(f"stage is {shown(entry.stage)}; {rule}")

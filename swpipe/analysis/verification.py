@@ -239,6 +239,7 @@ def verify_for_run(
 def _run_problems(declared: Declared, touched: EffectTable, before: HappensBefore) -> list[Problem]:
     """Return the problems of a run without a body; ``refuse_beside_body`` checks the body."""
     resolved = before.program.resolved
+    # ``run()`` has no body: what touches the body is refused by the first ``progress()``.
     table = {name: of_task for name, of_task in touched.items() if name != BODY}
     if problems := _name_problems(resolved.plan, table):
         return problems

@@ -22,6 +22,7 @@ def first_lines(value: object, text: str) -> str:
 class Rows(ABC):
     """The base class of results that have rows of plain values, and a text that shows them."""
 
+    # Some results are dataclasses with slots, which a base without them would undo.
     __slots__ = ()
 
     @abstractmethod

@@ -119,6 +119,8 @@ def _late(plan: PipelinePlan, edges: Iterable[tuple[str, str]]) -> set[str]:
     first, training would wait for the next batch to be read.
     """
     schedule = plan.schedule
+    # An edge of lag 0 from the same stage or an earlier one brings an input of this iteration or a
+    # newer one; from a later stage, it orders the task after an older iteration.
     fed = {c for c, p in edges if schedule[p].stage <= schedule[c].stage}
     ordered = [name for name, entry in schedule.items() if entry.globally_ordered]
     by_stream: dict[StreamRef, list[str]] = defaultdict(list)

@@ -35,6 +35,7 @@ def resolve(device: Device | torch.device | str | int | None) -> Device:
         raise ValueError(
             f"device {str(wanted)!r} is not on this machine, which has {have}; give 'cpu'"
         )
+    # A name without an index, "cuda", stands for the current device.
     count = torch.accelerator.device_count()
     if wanted.index is not None and wanted.index >= count:
         names = f"{wanted.type}:0" + (f" to {wanted.type}:{count - 1}" if count > 1 else "")

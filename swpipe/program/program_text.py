@@ -52,10 +52,12 @@ def _items(ins: Instruction, groups: list[str]) -> list[str]:
 
 
 def _stream(ins: Instruction) -> str:
+    # A stream object has no name in the plan.
     if isinstance(ins.stream, torch.Stream):
         return f"torch.Stream {ins.stream.stream_id}"
     return _quoted(str(ins.stream))
 
 
 def _quoted(name: str) -> str:
+    # Anything but a word could look like an arrow, a comma or a mark.
     return name if re.fullmatch(r"<?\w+>?", name) else json.dumps(name)

@@ -141,6 +141,7 @@ class _Side:
         self._last = copies(self._now())
         tasks = [self._recorded(each) for each in tasks_of(loop)]
         plan = PipelinePlan.serial(tasks) if loop.plan is None else loop.plan
+        # A check of effects would raise before the difference is found.
         with SWPipeline(
             plan, tasks, device=device, context=loop.context, check_effects=False
         ) as pipe:

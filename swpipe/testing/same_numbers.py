@@ -106,6 +106,7 @@ def assert_same_numbers(
         # The range comes first: zip pulls no context that it does not hand out.
         for number, ctx in zip(range(iterations), contexts, strict=False):
             loop.body(ctx)
+            # A loader that counts its passes may have more batches in the second one.
             if number >= len(expected):
                 raise AssertionError(f"{len(expected)} iterations plainly, and more overlapped")
             _compare(number, expected[number], _contents(loop, ctx))
@@ -123,6 +124,7 @@ def _plain(loop: Loop, iterations: int, device: Device) -> Iterator[dict[str, An
     tasks = tasks_of(loop)
     # The pipeline seeds random tasks by name and iteration; the serial run has to do the same.
     seeds = TaskSeeds(None, device)
+    # The range comes first, so that no batch is pulled in vain.
     for number, batch in zip(range(iterations), loop.loader, strict=False):
         ctx = loop.context(batch, number)
         for each in tasks:

@@ -149,6 +149,7 @@ def find_races(
         raise ValueError(f"iterations is {iterations}: give at least 1")
     if torch.accelerator.is_available():
         return _Finder().run(make_loop, iterations)
+    # Tried here, because the error of the process pool would not say what to do.
     try:
         pickle.dumps(make_loop)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -161,6 +162,7 @@ def find_races(
 
 
 def _on_simulated_device(make_loop: Callable[[], Any], iterations: int) -> tuple[Race, ...]:
+    # In the other process only: a process that has loaded it sees an accelerator from then on.
     from swpipe.testing import simulated
 
     simulated.load()
@@ -255,6 +257,7 @@ class _Finder(Observer):
         _Watch(self, ins.task, iteration).__enter__()
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
+        # On a thread, start and stop alternate, so the innermost mode is the watch of this task.
         torch._C._pop_torch_dispatch_stack(None)
 
     def see(self, watch: _Watch, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -339,6 +342,7 @@ class _Finder(Observer):
 
     def _report(self, race: Race) -> None:
         """Add a race, or count it if the same two places have raced before."""
+        # Without the iteration: a loop repeats a race in every iteration.
         key = tuple(
             (a.task, a.place, a.operator, a.stream, a.writes) for a in (race.first, race.second)
         )
