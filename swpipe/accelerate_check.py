@@ -67,7 +67,7 @@ def _is_prepared(loader: Any) -> bool:
 def _refused() -> RuntimeError:
     return RuntimeError(
         "the batches come from a loader that Accelerate prepared, and the plan pulls them ahead of "
-        "the tasks: accumulate() and gather_for_metrics() would be told of a later batch, and "
+        "the tasks: accumulate() and gather_for_metrics() would see flags of a later batch, and "
         "gradients would be accumulated over other iterations. Give swpipe.overlap or "
         "ahead the loader itself, and not a generator or iterator over it, as in "
         "cycle(ahead(loader)); or give the plan the tasks of "

@@ -46,7 +46,7 @@ def test_a_task_has_the_hash_of_its_name() -> None:
 
 def test_a_list_fills_the_pipeline_and_progress_goes_on_with_it(pipe: SWPipeline) -> None:
     """To its end; then there is nothing to go on with."""
-    with pytest.raises(TypeError, match=r"call fill_pipeline\(loader\) before"):
+    with pytest.raises(TypeError, match=r"call fill_pipeline\(loader\) first"):
         pipe.progress()
     pipe.fill_pipeline([1, 2, 3])
     assert [pipe.progress().y for _ in range(3)] == [4, 6, 8]
@@ -63,7 +63,7 @@ def test_progress_goes_on_with_the_iterator_of_the_call_before(pipe: SWPipeline)
     assert pipe.progress().y == 4
     assert pipe.progress().y == 6
     pipe.push(1)
-    with pytest.raises(TypeError, match="no iterator to go on with"):
+    with pytest.raises(TypeError, match="no iterator to continue with"):
         pipe.progress()
 
 

@@ -112,7 +112,7 @@ def test_a_state_that_the_device_still_uses_is_refused() -> None:
             verify_tasks(ordered, tasks, streams=True)
         return str(caught.value)
 
-    assert "'read' is said to work on the host alone" in refused()
+    assert "'read' is declared to work on the host alone" in refused()
 
 
 def test_what_it_does_to_the_context_needs_no_stream() -> None:

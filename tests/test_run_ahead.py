@@ -17,7 +17,7 @@ from swpipe.schedulable import SchedulablePipeline, Schedule, Stage, StreamPool,
 from tests.device.virtual import VirtualDevice
 from tests.support.stream_device import StreamDevice
 
-MEANS_NOTHING = "run_ahead=2 means nothing on 'cpu', which has no streams"
+MEANS_NOTHING = "run_ahead=2 has no effect on 'cpu', which has no streams"
 
 
 def nothing(ctx: IterContext) -> None:

@@ -104,8 +104,8 @@ def pad_with_last(weight: str) -> Pad:
     def pad(last: Any) -> Any:
         if last is NO_BATCH:
             raise ValueError(
-                "this rank has no batch at all, so none to repeat at zero weight: give it some "
-                "data, or pad with a given batch (pad_with)"
+                "this rank has had no batch that could be repeated at zero weight: give the rank "
+                "some data, or pad with a given batch (pad_with)"
             )
         # A shallow copy: the batch may still be in use, so only the weights are replaced.
         clone = copy.copy(last)
@@ -155,7 +155,7 @@ class EvenData:
                 "with ends='pad', and only then (pad_with and pad_with_last make some)"
             )
         if ahead < 0:
-            raise ValueError(f"ahead is {ahead}: it counts steps, from 0")
+            raise ValueError(f"ahead is {ahead}: give a number of steps, from 0")
         self.ends = ends
         self.pad = pad
         self.ahead = ahead
@@ -224,9 +224,9 @@ class EvenData:
         """Return an error that names the ranks whose statuses have not arrived in time."""
         silent = [rank for rank, status in enumerate(statuses.tolist()) if status == _NO_ANSWER]
         return OutOfStepError(
-            f"{name_ranks(silent) if silent else 'some rank'} has not said within "
-            f"{self.timeout_s:g} s whether it {question}: it hangs, or its loader or a task of its "
-            "own is slower than that (timeout_s)"
+            f"{name_ranks(silent) if silent else 'some rank'} did not answer within "
+            f"{self.timeout_s:g} s (timeout_s) whether it {question}: it hangs, or its loader or "
+            "one of its tasks takes longer than that"
         )
 
 
@@ -398,7 +398,7 @@ class EvenIterator:
             RuntimeError: The pass has not ended.
         """
         if not self.over:
-            raise RuntimeError("steps are still to come: rest() is what is left after the last")
+            raise RuntimeError("the pass has not ended: call rest() after its last step")
         batches = [own.batch for own in self._line if own.status == _HAS]
         return itertools.chain(batches, () if self._data_ended else self.source)
 
@@ -512,7 +512,7 @@ class EvenIterator:
                 self._line.popleft()
             raise own.error or RankDataError(
                 f"the data of {name_ranks(failed)} failed at step {self.steps}: see the error "
-                "there. No batch of the other ranks is lost, and all ranks may go on"
+                "there. No batch of the other ranks is lost, and all ranks may continue"
             )
         if not goes_on:
             self._end()
@@ -598,8 +598,8 @@ class EvenIterator:
                 work.wait()
             except RuntimeError as error:
                 raise OutOfStepError(
-                    f"another rank is gone: it was to say whether it {question}. See the error "
-                    "there"
+                    f"another rank ended before it answered whether it {question}: see the error "
+                    "of that rank"
                 ) from error
         answers: list[int] = statuses.tolist()
         return answers

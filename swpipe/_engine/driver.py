@@ -214,8 +214,8 @@ class Driver(Generic[C]):
         iterator = ended if self.run is None else self.run.admission.iterator
         if iterator is None or iterator is self._pushed:
             raise TypeError(
-                "progress() has no iterator to go on with: give it iter(loader), or call "
-                "fill_pipeline(loader) before"
+                "progress() has no iterator to continue with: pass iter(loader), or call "
+                "fill_pipeline(loader) first"
             )
         return iterator
 
@@ -312,8 +312,8 @@ class Driver(Generic[C]):
         number = self.next_iteration
         if check and (self.lost or (run is not None and run.interrupted)):
             raise RuntimeError(
-                f"{self.lost or INTERRUPTED}, and their tasks may have changed what you save: go "
-                "on from the last state that was saved"
+                f"{self.lost or INTERRUPTED}, and their tasks may have changed what you save: "
+                "resume from the last state that was saved"
             )
         if run is not None:
             number = run.iterations.first + run.retired

@@ -134,8 +134,9 @@ def warn_of_missing(ctx: TypedContext, releases: Releases) -> None:
     if missing := [name for name in releases.kept if not hasattr(ctx, name)]:
         had = sorted({*getattr(ctx, RELEASED), *vars(ctx)})
         warnings.warn(
-            f"keep names {listed(sorted(missing))}, which iteration {ctx.iter_idx} does not have "
-            f"in the end (it had: {listed(had)}): correct the name, unless a later one has it",
+            f"keep names {listed(sorted(missing))}, which the context of iteration {ctx.iter_idx} "
+            f"did not have (it had: {listed(had)}): correct the name, or ignore this warning if a "
+            "later iteration has it",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -464,7 +464,7 @@ class Run:
             # Raised by ``progress``, StopIteration means the end of the data: a task's
             # StopIteration would end the loop silently (compare PEP 479).
             cause = error
-            error = RuntimeError("a task raised StopIteration, which only the user's iterator may")
+            error = RuntimeError("a task raised StopIteration, which only the iterator may raise")
             error.__cause__ = cause
         self.stop(error)
         first = self.failure

@@ -202,9 +202,10 @@ class ReleasePlaces:
 
 def _why(last: Sequence[str], keep: Sequence[str]) -> str:
     names = [repr(name) for name in last]
-    went = f"it went after task {listed(names)}" if names else "it went at the end of the iteration"
-    who = ", the last to use it of those that are said or recorded to" if names else ""
+    when = "at the end of the iteration"
+    if names:
+        when = f"after task {listed(names)}, its last declared or recorded user"
     return (
-        f"{went}{who}, since keep={[*keep]} does not name it. Add it to keep, if it is read after "
-        "the iteration; or name it in reads of the task that reads it"
+        f"it was released {when}, because keep={[*keep]} does not name it. Add it to keep if it is "
+        "read after the iteration, or else to reads of the task that reads it"
     )

@@ -260,12 +260,10 @@ def _beside_the_others(
                 shared.setdefault(task, {}).update(
                     dict.fromkeys(c.place for c in violation.conflicts)
                 )
-    problems = [
-        Problem(f"nothing is declared of what the loader uses, {_PULLED}", (PULL,))
-    ] * pulled
+    problems = [Problem(f"the effects of the loader are not declared, {_PULLED}", (PULL,))] * pulled
     problems += [
         Problem(
-            f"nothing is declared of what {name!r} touches, {_BEHIND} The plan has it in "
+            f"the effects of task {name!r} are not declared, {_BEHIND} The plan has it in "
             f"{_where_in(plan, name)}",
             (name,),
         )
@@ -314,30 +312,31 @@ def _shared(plan: PipelinePlan, names: Sequence[str], places: Sequence[Location]
         return (
             f"{tasks} {'is' if alone else 'are'} random, which seeds {DRAWS.name}, and the loop's "
             "body may draw from them at the same time. Move it to the caller's thread; let it draw "
-            "from a torch.Generator of its own, seeded by ctx.iter_idx; or say "
-            f'DeclaredIO(state="{DRAWS.name}", mode="r", others=""), if nobody else draws. {where}'
+            "from a torch.Generator of its own, seeded by ctx.iter_idx; or declare "
+            f'DeclaredIO(state="{DRAWS.name}", mode="r", others="") if nothing else draws. {where}'
         )
     states = [place for place in places if place not in (DRAWS, UNDECLARED)]
     touched = listed([str(place) for place in states])
     return (
         f"{tasks} {'touches' if alone else 'touch'} {touched}, which the loop's body "
         "may touch, too, and so must stay with the body: in the last stage, on the "
-        "caller's thread and stream. Move them there; or say how others touch the state, if they "
-        f'do: DeclaredIO(state="{states[0].name}", ..., others="r" or ""); or call run(), which '
+        "caller's thread and stream. Move them there; or declare how other code touches the state, "
+        f'DeclaredIO(state="{states[0].name}", ..., others="r" or ""); or call run(), which '
         f"has no body. {where}"
     )
 
 
 _PULLED = (
-    "and the plan pulls batches ahead of the loop's body: use pipeline_depth=1 and no pull_group, "
-    "or a loader that uses nothing that the loop changes, such as a DataLoader with workers, and "
-    "name it (loader=), or say so (pull_ahead=True)"
+    "and the plan pulls batches ahead of the loop's body: use pipeline_depth=1 and no pull_group; "
+    "or pass a loader that uses nothing that the loop changes, such as a DataLoader with workers, "
+    "as loader=; or declare with pull_ahead=True that yours uses nothing of the kind"
 )
 _BEHIND = (
     "so it has to stay with the loop's body: in the last stage, on the caller's thread and stream. "
-    "Move it there, or declare it: pure=True if it uses its context and what nobody changes, and "
-    'changes its context only; else io=[DeclaredIO(state="its name", mode=..., others="")] for '
-    "each state that neither the body nor an undeclared task touches."
+    "Move it there, or declare its effects: pure=True if it changes its context only, and uses "
+    "nothing else that changes; otherwise "
+    'io=[DeclaredIO(state="its name", mode=..., others="")] for each state that neither the body '
+    "nor an undeclared task touches."
 )
 
 
@@ -437,25 +436,25 @@ def _mend(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
     if (consumer, producer) in plan.host_only:
         return (
             f"the edge between them is host_only, which orders their functions and not their work "
-            f'on streams: take ("{consumer}", "{producer}") out of host_only, or say on_host=True '
-            "of a state that no device work uses"
+            f'on streams: take ("{consumer}", "{producer}") out of host_only, or declare '
+            "on_host=True for a state that no device work uses"
         )
     declared = (*plan.deps, *plan.cross_iter_deps, *plan.same_period_deps)
     if is_host(plan.schedule[consumer].stream) and (consumer, producer) in [
         d[:2] for d in declared
     ]:
         return (
-            f"{consumer!r} is said to work on the host alone, and does not wait for the device "
-            f"work of {producer!r}: leave out stream=HOST, or say on_host=True of a state that no "
-            "device work uses"
+            f"{consumer!r} is declared to work on the host alone, and does not wait for the device "
+            f"work of {producer!r}: leave out stream=HOST, or declare on_host=True for a state "
+            "that no device work uses"
         )
     # Only a group with several workers runs one task on two iterations at once.
     if consumer == producer:
         silent = any(conflict.place == UNDECLARED for conflict in violation.conflicts)
-        word = "declare it (pure=True, or states in io), if that is not so; else " if silent else ""
+        declare = "declare its effects (pure=True, or states in io), or " if silent else ""
         return (
             f"its {plan.schedule[consumer].workers} workers run it on several iterations at once: "
-            f'{word}leave workers out, or add cross_iter_deps=[("{consumer}", "{consumer}")], '
+            f'{declare}leave workers out, or add cross_iter_deps=[("{consumer}", "{consumer}")], '
             "with which they take turns"
         )
     edge = mends.edge
@@ -513,7 +512,7 @@ def _meant(
         if not violations(required, guaranteed):
             fields = ", ".join(f"{what}={states}" for what, states in shifts.items())
             ways = " and ".join("ahead" if what == "newer" else "behind" for what in shifts)
-            return f"; or, if reads may be {count} {ways}, say {fields}"
+            return f"; or, if reads may be {count} {ways}, set {fields}"
     return ""
 
 

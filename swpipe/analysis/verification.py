@@ -211,8 +211,8 @@ def verify_for_run(
     resolved = validate(plan, given, device)
     if plan.run_ahead is not None and not streams:
         warnings.warn(
-            f"run_ahead={plan.run_ahead} means nothing on {device!r}, which has no streams and is "
-            "never behind the host: leave it out there",
+            f"run_ahead={plan.run_ahead} has no effect on {device!r}, which has no streams and is "
+            "never behind the host: leave it out for this device",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -262,9 +262,9 @@ def _silent_workers(plan: PipelinePlan, declared: Declared) -> Iterator[Problem]
     for name in sorted(declared.silent - ordered):
         if (workers := plan.schedule[name].workers) > 1:
             yield Problem(
-                f"nothing is declared of what {name!r} touches, and its {workers} workers would "
-                "run it on as many iterations at once: say pure=True, if it uses its context and "
-                "what nobody changes, and changes its context only; name its states; or leave "
+                f"the effects of task {name!r} are not declared, and its {workers} workers would "
+                "run it on as many iterations at once: declare pure=True if it changes its context "
+                "only, and uses nothing else that changes; declare its states in io; or leave "
                 "workers out",
                 (name,),
             )
@@ -330,14 +330,11 @@ def _name_problems(plan: PipelinePlan, table: EffectTable) -> list[Problem]:
     strange = [name for name in table if name not in known]
     unknown = [name for name in plan.schedule if name not in table]
     rule = "which the plan does not schedule (it has: {})"
-    mend = "give it an entry in effects, Effects() if it touches nothing"
+    mend = "add one, Effects() if the task touches nothing"
     return [
         Problem(
-            f"effects name task {name!r}, {rule.format(listed(plan.schedule))}: they belong to "
-            "other tasks"
+            f"effects has an entry for task {name!r}, {rule.format(listed(plan.schedule))}: give "
+            "the effects of the plan's tasks"
         )
         for name in strange
-    ] + [
-        Problem(f"nothing is known of what task {name!r} touches: {mend}", (name,))
-        for name in unknown
-    ]
+    ] + [Problem(f"effects has no entry for task {name!r}: {mend}", (name,)) for name in unknown]

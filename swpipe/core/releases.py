@@ -59,7 +59,7 @@ class Releases:
             return None
         return Problem(
             f"check_effects: task {task!r} on iteration {ctx.iter_idx} used {listed(unsaid)}, "
-            "which it is not known to use, so that keep may let it go before or meanwhile. Name "
-            f"it in reads of task {task!r}, or in keep",
+            "which it does not declare, so that the plan's keep may release it too early. Add it "
+            f"to reads of task {task!r}, or to keep",
             (task,),
         )

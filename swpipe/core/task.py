@@ -67,8 +67,8 @@ class DeclaredIO:
         # Raised at the first fault: unlike a plan, a DeclaredIO is written in one place.
         if (self.capture is None) != (self.restore is None):
             raise ValueError(
-                "a DeclaredIO needs both capture and restore, or neither: what one keeps, "
-                "the other puts back"
+                "a DeclaredIO needs both capture and restore, or neither: restore puts back what "
+                "capture returned"
             )
         if self.state is None:
             if self.capture is None and self.reset is None:
@@ -77,9 +77,7 @@ class DeclaredIO:
                 )
             if self.memory is not None or self.others != "rw":
                 what = "memory" if self.memory is not None else "others"
-                raise ValueError(
-                    f"{what} is given, and no state that it is said of: name the state"
-                )
+                raise ValueError(f"{what} is given without a state: name the state it describes")
         elif not (isinstance(self.state, str) and self.state):
             raise ValueError(f"state is {shown(self.state)}; give a name")
         if self.mode not in ("r", "w", "rw"):
@@ -88,8 +86,8 @@ class DeclaredIO:
             raise ValueError(f"others is {shown(self.others)}; give 'rw', 'r' or ''")
         if self.on_host and (self.state is None or self.memory is not None):
             raise ValueError(
-                "on_host is said of a state that Python uses on the host alone: name the state, "
-                "and give no memory of tensors, which device work uses"
+                "on_host=True describes a state that only Python on the host uses: name the state, "
+                "and give no memory of tensors, which device work may use"
             )
 
 

@@ -348,9 +348,9 @@ class ApartStates:
             if (task, state) not in self._names and not (others == "r" and not writes):
                 does = "writes" if writes else "reads"
                 yield Problem(
-                    f"task {task!r} {does} state {state!r} on iteration {run.iteration}, and does "
-                    f"not name it, but {declared_by!r} declares that others do not: "
-                    f"others={others!r}. Name it in {task!r}, "
-                    f'io=[DeclaredIO(state="{state}", mode=...)], or take others away',
+                    f"task {task!r} {does} state {state!r} on iteration {run.iteration} without "
+                    f"declaring it, but {declared_by!r} declares that no such task does: "
+                    f"others={others!r}. Declare it for {task!r}, "
+                    f'io=[DeclaredIO(state="{state}", mode=...)], or leave others out',
                     (declared_by, task),
                 )

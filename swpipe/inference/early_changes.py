@@ -28,7 +28,7 @@ def early_changes(plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> Iterator
         if not runs_early(plan, task.name):
             continue
         if task.undeclared:
-            yield f"{task.name!r} says nothing of what it touches, and may change anything"
+            yield f"{task.name!r} does not declare its effects, and may change anything"
         elif changed := sorted({io.state for io in task.io if io.state and "w" in io.mode}):
             yield f"{task.name!r} changes {listed(changed)}"
 

@@ -16,8 +16,8 @@ from swpipe.inference.states import StateItem
 NEVER_RECORDED = (
     "Never recorded: what threads started by a task do; Python values and objects outside the "
     "context, such as files; which tasks read data in a kernel outside torch's dispatcher; what "
-    "other batches do (another branch, another shape). Tasks of which nothing is declared keep "
-    "their serial order in any case. Where something is declared, such state has to be, too: "
+    "other batches do (another branch, another shape). Undeclared tasks keep their serial order in "
+    "any case. A task that declares anything has to declare such state as well: "
     'DeclaredIO(state="its name", mode="r", "w" or "rw").'
 )
 
@@ -77,10 +77,10 @@ def _on_words(
             yield _serial(task.name, effects, lasting)
     if free:
         yield (
-            f"Nothing is declared of {listed([repr(name) for name in free])}. In the recording "
-            "they changed their context only, and used what no task changes; Python values are "
-            "not recorded. If this always holds, declare pure=True: such tasks may run ahead of "
-            "undeclared ones."
+            f"The effects of {listed([repr(name) for name in free])} are not declared. In the "
+            "recording these tasks changed their context only, and used nothing else that a task "
+            "changes; Python values are not recorded. If this always holds, declare pure=True: "
+            "pure tasks may run ahead of undeclared ones."
         )
 
 
@@ -91,7 +91,7 @@ def _broken(task: PipelineTask, effects: Effects, trained: Set[str]) -> Iterator
     drawn = {place for place in effects.writes if place.name.endswith(_GENERATORS)}
     changed = {place for place in effects.writes - drawn if place.persistent}
     read = {place for place in effects.reads - changed if place.name in trained}
-    seed = "say random=True, too" if {place.name for place in drawn} == {TORCH} else _NOT_PURE
+    seed = "declare random=True, too" if {place.name for place in drawn} == {TORCH} else _NOT_PURE
     for places, does, why, mend in (
         (drawn, "draws from", "", seed),
         (changed, "changes", "", _NOT_PURE),
@@ -104,7 +104,7 @@ def _broken(task: PipelineTask, effects: Effects, trained: Set[str]) -> Iterator
     ):
         if places:
             names = listed(sorted(map(str, places)))
-            yield f"{task.name!r} says pure=True, but {does} {names}{why}: {mend}."
+            yield f"{task.name!r} is declared pure=True, but {does} {names}{why}: {mend}."
 
 
 _GENERATORS = ("default generators", "default generator")
@@ -120,9 +120,9 @@ def _serial(name: str, effects: Effects, lasting: Set[Location]) -> str:
     declarations = [f'DeclaredIO(state="{state}", mode="{mode}")' for state, mode in modes.items()]
     more = f" and {len(declarations) - _MOST} more" if len(declarations) > _MOST else ""
     return (
-        f"Nothing is declared of {name!r}, so it keeps its serial order with all other undeclared "
-        f"tasks. What it was seen to use is declared by io=[{', '.join(declarations[:_MOST])}]"
-        f"{more}."
+        f"The effects of {name!r} are not declared, so it keeps its serial order with all other "
+        f"undeclared tasks. To declare its recorded effects, write "
+        f"io=[{', '.join(declarations[:_MOST])}]{more}."
     )
 
 

@@ -116,8 +116,8 @@ class Ranks:
         if not meeting_tasks and (self.jitter or self.slow):
             problems.append(
                 Problem(
-                    "the ranks' times differ, and no task meets those of other ranks: say "
-                    "globally_ordered=True of the tasks that communicate, or name their resource "
+                    "the ranks' times differ, and no task meets those of other ranks: set "
+                    "globally_ordered=True for the tasks that communicate, or name their resource "
                     "in links"
                 )
             )

@@ -38,7 +38,7 @@ def substitute_of(tasks: Collection[str], given: Any) -> Callable[[Any], None]:
     """
     if len(tasks) != 1:
         named = listed([*tasks])
-        raise ValueError(f"with_ stands for one task, and here are {len(tasks)} ({named})")
+        raise ValueError(f"with_ replaces one task, and {len(tasks)} are given ({named})")
     (task,) = tasks
     if callable(given):
         return partial(_call, task, given)
@@ -56,9 +56,8 @@ def _call(task: str, function: Callable[[Any], Any], ctx: Any) -> None:
     values = function(ctx)
     if values is not None and not isinstance(values, Mapping):
         raise TypeError(
-            f"shortcut of task {task!r}: the function in its place returned {shown(values)}. It "
-            "has to set attributes of the context, or to return a dict of attributes and their "
-            "values"
+            f"shortcut of task {task!r}: the function given as with_ returned {shown(values)}. It "
+            "must set attributes of the context, or return a dict of attributes and their values"
         )
     _check_names(task, values or {})
     _set(values or {}, ctx)
@@ -69,8 +68,8 @@ def _check_names(task: str, values: Mapping[Any, Any]) -> None:
     for name in values:
         if not (isinstance(name, str) and name.isidentifier()) or name == "iter_idx":
             raise TypeError(
-                f"shortcut of task {task!r}: {shown(name)} among the values is no attribute that a "
-                "task sets"
+                f"shortcut of task {task!r}: the values have the key {shown(name)}, which is not "
+                "an attribute that a task can set"
             )
 
 

@@ -108,10 +108,14 @@ def assert_same_numbers(
             loop.body(ctx)
             # A loader that counts its passes may have more batches in the second one.
             if number >= len(expected):
-                raise AssertionError(f"{len(expected)} iterations plainly, and more overlapped")
+                raise AssertionError(
+                    f"the plain loop has {len(expected)} iterations, the overlapped loop has more"
+                )
             _compare(number, expected[number], _contents(loop, ctx))
     if number + 1 < len(expected):
-        raise AssertionError(f"{len(expected)} iterations plainly, and {number + 1} overlapped")
+        raise AssertionError(
+            f"the plain loop has {len(expected)} iterations, the overlapped loop has {number + 1}"
+        )
 
 
 def tasks_of(loop: Loop) -> list[PipelineTask]:

@@ -181,7 +181,7 @@ def test_a_rank_without_any_batch_has_none_to_repeat(two_ranks: Ranks) -> None:
     """An error on all ranks before the first step, unless none has data."""
     own, other = two_ranks.run(_nothing_to_repeat, 2)
     assert own[:2] == (0, "ValueError")
-    assert "this rank has no batch at all" in own[2]
+    assert "this rank has had no batch" in own[2]
     assert other[:2] == (0, "RankDataError")
     assert two_ranks.run(_nothing_to_repeat, 0) == [(0, "", "")] * 2
 
@@ -225,7 +225,9 @@ def test_a_rank_that_stalls_is_an_error_within_the_deadline(spare_ranks: Ranks) 
     """The others say which step they wait for, after ``timeout_s``."""
     given, kind, text, after_s = spare_ranks.run(_one_stalls)[0]
     assert kind == "OutOfStepError"
-    assert f"rank 1 has not said within {PATIENCE_S:g} s whether it has a batch for step" in text
+    assert (
+        f"rank 1 did not answer within {PATIENCE_S:g} s (timeout_s) whether it has a batch" in text
+    )
     assert given <= 1
     assert PATIENCE_S <= after_s < PATIENCE_S + 20.0
 
@@ -242,7 +244,7 @@ def test_a_rank_that_dies_is_an_error_at_once(spare_ranks: Ranks) -> None:
     with pytest.raises(RankDied) as caught:
         spare_ranks.run(_one_dies)
     assert "rank 0 failed" in caught.value.__notes__[0]
-    assert "another rank is gone" in caught.value.__notes__[0]
+    assert "another rank ended before it answered" in caught.value.__notes__[0]
     assert "for step 4" in caught.value.__notes__[0]
 
 
@@ -279,7 +281,7 @@ def test_the_rest_is_asked_for_at_the_end() -> None:
     """Before that, steps are still to come."""
     batches = EvenData().over([1, 2])
     next(batches)
-    with pytest.raises(RuntimeError, match="steps are still to come"):
+    with pytest.raises(RuntimeError, match="the pass has not ended"):
         batches.rest()
 
 

@@ -228,4 +228,4 @@ def test_a_loader_that_hangs_is_an_error_on_all_ranks(two_ranks: Ranks) -> None:
     """The thread that pulls waits; the callers of both ranks do so no longer than they said."""
     other, own = two_ranks.run(_loader_hangs, 3.0)
     assert "OutOfStepError: the loader of rank 1 (generator) has not returned" in own
-    assert "rank 1 has not said within 3 s" in other
+    assert "rank 1 did not answer within 3 s" in other

@@ -351,7 +351,7 @@ def test_an_error_of_the_iterator_reaches_the_caller_as_itself() -> None:
 def test_stop_iteration_out_of_a_task_does_not_end_the_data(name: str) -> None:
     """It would end training in silence; it comes out as an error instead."""
     with SWPipeline(piped(), tasks(**{name: at(2, lambda: throw(StopIteration()))})) as pipe:
-        with pytest.raises(RuntimeError, match="only the user's iterator may") as caught:
+        with pytest.raises(RuntimeError, match="only the iterator may raise") as caught:
             pipe.run(range(9))
         assert isinstance(caught.value.__cause__, StopIteration)
         assert f"at task {name!r}, iteration 2" in caught.value.__notes__[0]

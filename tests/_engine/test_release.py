@@ -222,10 +222,9 @@ def test_an_attribute_that_went_is_an_error_that_names_keep() -> None:
         with pytest.raises(RuntimeError) as caught:
             _ = ctx.x
         assert str(caught.value) == (
-            "iteration 0 has no attribute 'x' any more: it went after task 'use again', the last "
-            "to use it of those that are said or recorded to, since keep=['loss'] does not name "
-            "it. Add it to keep, if it is read after the iteration; or name it in reads of the "
-            "task that reads it"
+            "iteration 0 has no attribute 'x' any more: it was released after task 'use again', "
+            "its last declared or recorded user, because keep=['loss'] does not name it. Add it to "
+            "keep if it is read after the iteration, or else to reads of the task that reads it"
         )
         for ask in (lambda: hasattr(ctx, "x"), lambda: getattr(ctx, "x", 0)):
             with pytest.raises(RuntimeError, match="'x' any more: .*Add it to keep"):
@@ -233,7 +232,9 @@ def test_an_attribute_that_went_is_an_error_that_names_keep() -> None:
         assert not hasattr(ctx, "never set")
     job.odd["end"] = lambda ctx: ctx.x
     with SWPipeline(keeping("one thread", "loss"), job.tasks(), device="cpu") as pipe:
-        with pytest.raises(RuntimeError, match=r"'x' any more: it went after task 'use again'"):
+        with pytest.raises(
+            RuntimeError, match=r"'x' any more: it was released after task 'use again'"
+        ):
             pipe.run(job.batches())
 
 
@@ -250,8 +251,8 @@ def test_a_use_that_is_not_said_is_refused() -> None:
         with pytest.raises(PlanError) as caught:
             pipe.run(job.batches())
     assert (
-        "task 'use again' on iteration 0 used batch, which it is not known to use, so that keep "
-        "may let it go before or meanwhile. Name it in reads of task 'use again', or in keep"
+        "task 'use again' on iteration 0 used batch, which it does not declare, so that the plan's "
+        "keep may release it too early. Add it to reads of task 'use again', or to keep"
     ) in str(caught.value)
 
 
@@ -264,8 +265,8 @@ def test_a_name_that_no_iteration_has_is_told_once() -> None:
                 pass
     (one,) = caught
     assert str(one.message) == (
-        "keep names los, which iteration 0 does not have in the end (it had: batch, iter_idx, "
-        "loss, sum, x, y): correct the name, unless a later one has it"
+        "keep names los, which the context of iteration 0 did not have (it had: batch, iter_idx, "
+        "loss, sum, x, y): correct the name, or ignore this warning if a later iteration has it"
     )
 
 

@@ -266,7 +266,7 @@ def test_the_depth_grows_by_the_workers() -> None:
 def test_a_task_that_says_nothing_is_not_run_beside_itself() -> None:
     """Unless its plan says how far apart its iterations keep their order."""
     tasks = [PipelineTask("read", lambda ctx: None), PipelineTask("train", lambda ctx: None)]
-    with pytest.raises(PlanError, match="nothing is declared of what 'read' touches, and its 3"):
+    with pytest.raises(PlanError, match="the effects of task 'read' are not declared, and its 3"):
         SWPipeline(plan(), tasks)
     SWPipeline(plan(cross_iter_deps=[("read", "read", 3)]), tasks).close()
 

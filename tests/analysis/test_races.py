@@ -281,7 +281,7 @@ def test_a_read_that_always_comes_too_soon_may_be_meant() -> None:
         "'a' on iteration i must come after 'b' on iteration i - 1, but always comes before it, "
         "and both touch state 'model' (read after write): move 'a' from stage 0 to 1 or later, or "
         '\'b\' from stage 2 to 1 or earlier, and add cross_iter_deps=[("a", "b", 1)]; or, if '
-        "reads may be 2 behind, say stale={'model': 2}"
+        "reads may be 2 behind, set stale={'model': 2}"
     )
     assert not says(apart(2, stale={"model": 2}), READ_THEN_CHANGED, streams=None)
     (further,) = says(apart(2, stale={"model": 1}), READ_THEN_CHANGED)
@@ -317,13 +317,13 @@ def test_a_read_of_what_the_next_iteration_wrote_may_be_meant() -> None:
     assert text.endswith(
         '(write after read): to add cross_iter_deps=[("a", "b", 1)] would make a cycle '
         "('a' after 'b' after 'a'): take out what puts 'a' first, or move 'a' to stage 1 or "
-        "later, and add it; or, if reads may be 1 ahead, say newer={'model': 1}"
+        "later, and add it; or, if reads may be 1 ahead, set newer={'model': 1}"
     )
     assert not says(apart(1, newer={"model": 1}), CHANGED_THEN_READ, streams=None)
     assert says(apart(1, stale={"model": 9}), CHANGED_THEN_READ, streams=None)
     (text,) = says(apart(2, newer={"model": 1}), CHANGED_THEN_READ, streams=None)
     assert "iteration i - 2, but always comes before it" in text
-    assert text.endswith("if reads may be 2 ahead, say newer={'model': 2}")
+    assert text.endswith("if reads may be 2 ahead, set newer={'model': 2}")
 
 
 def test_whether_a_read_is_newer_must_not_be_a_matter_of_luck() -> None:

@@ -212,7 +212,7 @@ def test_a_table_of_effects_alone_joins_what_is_not_known_with_each_state_in_it(
     verify_tasks(plan, effects={"a": touching("model", "model"), "b": touching()})
     pulled = PipelinePlan({"b": TaskSchedule()}, pull_group="loader")
     step = touching("model", "model")
-    with pytest.raises(PlanError, match="nothing is declared of what the loader uses"):
+    with pytest.raises(PlanError, match="the effects of the loader are not declared"):
         verify_tasks(pulled, effects={PULL: UNKNOWN, "b": step})
     verify_tasks(pulled, effects={PULL: touching(), "b": step})
 
@@ -249,7 +249,7 @@ def test_a_task_of_which_nothing_is_declared_stays_with_the_body(
 ) -> None:
     """In the last stage, on the caller's thread and stream, in serial order with all its like."""
     plan = PipelinePlan({"a": entry, "b": TaskSchedule(1)}, deps=[("b", "a")])
-    with pytest.raises(PlanError, match=f"nothing is declared of what 'a' touches.*{where}"):
+    with pytest.raises(PlanError, match=f"the effects of task 'a' are not declared.*{where}"):
         verify(plan, [PipelineTask(name, print) for name in "ab"], pull_ahead=True)
     verify(plan, [PipelineTask("a", print, pure=True), PipelineTask("b", print)], pull_ahead=True)
     together = replace(plan, schedule={"a": TaskSchedule(1), "b": TaskSchedule(1)})
@@ -297,7 +297,7 @@ def test_how_others_touch_a_state_is_said_once_of_it() -> None:
     plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule()})
     ahead = replace(plan, pipeline_depth=3, pull_group="io")
     verify(ahead, [named_by("a", others=""), named_by("b")], pull_ahead=True)
-    with pytest.raises(ValueError, match="others is given, and no state"):
+    with pytest.raises(ValueError, match="others is given without a state"):
         DeclaredIO(lambda: 1, print, others="")
     with pytest.raises(ValueError, match="others is 'w'; give 'rw', 'r' or ''"):
         DeclaredIO(state="x", others="w")  # type: ignore[arg-type]
@@ -308,7 +308,9 @@ def test_a_loader_of_which_nothing_is_said_is_pulled_in_turn() -> None:
     tasks = [PipelineTask("a", print, pure=True), PipelineTask("b", print)]
     plan = replace(AHEAD, cross_iter_deps=[])
     for unknown in (None, (n for n in range(3)), [1].__iter__()):
-        with pytest.raises(PlanError, match=r"the loader uses.*name it \(loader=\), or say so"):
+        with pytest.raises(
+            PlanError, match=r"effects of the loader.*pass a loader.*pull_ahead=True"
+        ):
             verify(plan, tasks, loader=unknown)
     verify(plan, tasks, loader=[1, 2])
     verify(plan, tasks, pull_ahead=True)
@@ -358,12 +360,12 @@ def test_a_task_that_says_nothing_stays_on_the_thread_of_its_like() -> None:
         {"a": TaskSchedule(thread_group="io"), "b": TaskSchedule()}, deps=[("b", "a")]
     )
     tasks = [PipelineTask(name, print) for name in "ab"]
-    with pytest.raises(PlanError, match="nothing is declared of what 'a' touches"):
+    with pytest.raises(PlanError, match="the effects of task 'a' are not declared"):
         verify(plan, tasks)
     verify(plan, [named_by("a"), tasks[1]])
     away = replace(plan, schedule=dict.fromkeys("ab", TaskSchedule(thread_group="io")))
     verify_tasks(away, tasks)
-    with pytest.raises(PlanError, match="nothing is declared of what 'a' touches"):
+    with pytest.raises(PlanError, match="the effects of task 'a' are not declared"):
         verify(away, tasks)
 
 
@@ -380,12 +382,12 @@ def test_a_loader_of_which_nothing_is_declared_is_not_pulled_ahead_of_the_body()
     """Whoever else declares: the body may change what the loader reads."""
     plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule(1)}, deps=[("b", "a")])
     effects = {PULL: UNKNOWN, "a": Effects(), "b": UNKNOWN}
-    with pytest.raises(PlanError, match=r"the loader uses.*pipeline_depth=1"):
+    with pytest.raises(PlanError, match=r"effects of the loader.*pipeline_depth=1"):
         verify(plan, effects=effects)
     verify(plan, effects={**effects, PULL: Effects()})
     together = replace(plan, schedule={"a": TaskSchedule(), "b": TaskSchedule()})
     verify(together, effects=effects)
-    with pytest.raises(PlanError, match=r"the loader uses.*pipeline_depth=1"):
+    with pytest.raises(PlanError, match=r"effects of the loader.*pipeline_depth=1"):
         verify(replace(together, pull_group="loader"), effects=effects)
 
 
@@ -437,8 +439,11 @@ def test_memory_that_fits_is_told() -> None:
 @pytest.mark.parametrize(
     ("effects", "says"),
     [
-        ({"a": touching()}, "nothing is known of what task 'b' touches"),
-        (dict.fromkeys("abc", touching()), "effects name task 'c', which the plan does not"),
+        ({"a": touching()}, "effects has no entry for task 'b'"),
+        (
+            dict.fromkeys("abc", touching()),
+            "effects has an entry for task 'c', which the plan does not",
+        ),
     ],
 )
 def test_effects_of_other_tasks_are_refused(effects: dict[str, Effects], says: str) -> None:

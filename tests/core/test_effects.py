@@ -69,7 +69,7 @@ def test_a_state_is_on_the_host_only_if_all_its_users_say_so() -> None:
         ({"capture": dict}, "both capture and restore"),
         ({"state": ""}, "give a name"),
         ({"state": "x", "mode": "a"}, "'r', 'w' or 'rw'"),
-        ({"capture": dict, "restore": print, "memory": []}, "memory is given, and no state"),
+        ({"capture": dict, "restore": print, "memory": []}, "memory is given without a state"),
         ({"state": "x", "on_host": True, "memory": []}, "give no memory of tensors"),
     ],
 )

@@ -327,7 +327,7 @@ def test_staleness_that_the_plan_allows(declared: bool) -> None:
     order = {"deps": [("write", "read")], "same_period_deps": [("write", "read")]}
     plan = on_threads("read", "write", stages=(0, 1), **order)
     _, error = stopped(checked(plan, tasks))
-    assert ("say stale={'weights': 1}" if declared else "say stale={'unnamed mem") in str(error)
+    assert ("set stale={'weights': 1}" if declared else "set stale={'unnamed mem") in str(error)
     names = ["weights"] if declared else [f"unnamed memory (float32 {n})" for n in ([2, 4], [2])]
     stale = dict.fromkeys(names, 1)
     assert finished(checked(replace(plan, stale=stale), tasks)) == BATCHES
@@ -377,7 +377,7 @@ def test_who_says_nothing_is_seen_to_touch_what_is_said_to_be_apart(
         pipe.run(batches())
     text = str(caught.value)
     assert "'silent' " + ("writes" if writes else "reads") + " state 'table' on iteration 0" in text
-    assert f"'look' declares that others do not: others={others!r}" in text
+    assert f"'look' declares that no such task does: others={others!r}" in text
     read = [tasks[0], PipelineTask("silent", lambda ctx: setattr(ctx, "y", table + 1))]
     if others == "r":
         with SWPipeline(plan, read, device="cpu") as pipe:

@@ -302,8 +302,8 @@ def test_tasks_of_which_nothing_is_declared_keep_their_order() -> None:
     assert UNDECLARED in found.effects["decode"].reads & found.effects["train"].writes
     assert orders(found) == {("train", "decode", 0), ("decode", "train", 1)}
     (free,) = [note for note in found.notes if "pure=True" in note]
-    assert free.startswith("Nothing is declared of 'decode'")
-    (serial,) = [note for note in found.notes if "Nothing is declared of 'train'" in note]
+    assert free.startswith("The effects of 'decode' are not declared")
+    (serial,) = [note for note in found.notes if "The effects of 'train' are not declared" in note]
     assert 'DeclaredIO(state="leaf (float32 [1, 2])", mode="rw")' in serial
     pure = record([replace(tasks[0], pure=True), tasks[1]], torch.ones(1, 2), device="cpu")
     assert orders(pure) == {("train", "decode", 0)}
@@ -312,7 +312,10 @@ def test_tasks_of_which_nothing_is_declared_keep_their_order() -> None:
 @pytest.mark.parametrize(
     ("lie", "text"),
     [
-        (lambda model, ctx: torch.rand(2), "draws from .*default generators.*: say random=True"),
+        (
+            lambda model, ctx: torch.rand(2),
+            "draws from .*default generators.*: declare random=True",
+        ),
         (lambda model, ctx: random.random(), "draws from .*Python's default generator.*: take"),
         (lambda model, ctx: model[1].running_mean.add_(1), r"changes .*memory \(float32 \[2\]\)"),
         (lambda model, ctx: model(ctx.batch), "changes .*buffers"),
@@ -325,7 +328,9 @@ def test_what_a_pure_task_does_against_its_word(lie: Any, text: str) -> None:
     task = PipelineTask("decode", partial(lie, model), pure=True)
     found = record([task], torch.ones(3, 2), device="cpu")
     (note,) = [
-        one for one in found.notes if re.search(f"'decode' says pure=True, but .*{text}", one)
+        one
+        for one in found.notes
+        if re.search(f"'decode' is declared pure=True, but .*{text}", one)
     ]
     assert "\n" not in note
     assert any(place.persistent for place in found.effects["decode"].reads)

@@ -228,7 +228,7 @@ def test_a_pass_that_one_rank_leaves_alone_is_an_error_on_the_others(two_ranks: 
     """Steps of two passes never meet."""
     (seen, told), (others, why) = two_ranks.run(_one_leaves)
     assert (seen, others) == (2, 3)
-    assert "rank 1 has not said within 5 s" in told
+    assert "rank 1 did not answer within 5 s" in told
     assert "ranks [0] have begun another pass before step 3 of this one" in why
 
 

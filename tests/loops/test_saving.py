@@ -149,7 +149,7 @@ def test_what_may_have_changed_ahead_is_not_saved(group: str) -> None:
     """On another thread or before the last stage; after a drain it is."""
     with ahead(counts, use_nothing, group=group) as pipe:
         pipe.progress(iter(range(9)))
-        reason = r"in flight \(1\).*'counts' says nothing of what it touches.*pure=True"
+        reason = r"in flight \(1\).*'counts' does not declare its effects.*pure=True"
         with pytest.raises(RuntimeError, match=reason):
             pipe.state_dict()
         assert pipe.state_dict(check=False)["in_flight"] == 1

@@ -195,11 +195,11 @@ def test_a_pure_task_s_substitute_is_watched_like_the_task() -> None:
 @pytest.mark.parametrize(
     ("names", "given", "kind", "said"),
     [
-        ([], halve, ValueError, r"with_ stands for one task, and here are 0 \(none\)"),
-        (["norm", "loss"], halve, ValueError, r"here are 2 \(norm, loss\)"),
+        ([], halve, ValueError, r"with_ replaces one task, and 0 are given \(none\)"),
+        (["norm", "loss"], halve, ValueError, r"2 are given \(norm, loss\)"),
         (["norm"], 3, TypeError, r"task 'norm': with_ is 3: give a function"),
-        (["norm"], {"a b": 4}, TypeError, r"'a b' among the values is no attribute"),
-        (["norm"], {"iter_idx": 4}, TypeError, r"'iter_idx' among the values"),
+        (["norm"], {"a b": 4}, TypeError, r"the key 'a b', which is not an attribute"),
+        (["norm"], {"iter_idx": 4}, TypeError, r"the values have the key 'iter_idx'"),
         (["no"], halve, ValueError, r"no task 'no'; it has embed, norm"),
     ],
 )
@@ -219,8 +219,8 @@ def test_what_cannot_stand_for_a_task_is_refused(
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
-        (lambda ctx: 3, TypeError, r"'norm': the function in its place returned 3\. It has to set"),
-        (lambda ctx: {3: 4}, TypeError, r"'norm': 3 among the values is no attribute"),
+        (lambda ctx: 3, TypeError, r"'norm': the function given as with_ returned 3\. It must set"),
+        (lambda ctx: {3: 4}, TypeError, r"'norm': the values have the key 3, which is not"),
         (lambda ctx: {"z": 4}, AttributeError, r"has no attribute 'y'"),
         (lambda ctx: 1 / 0, ZeroDivisionError, "division"),
     ],

@@ -63,7 +63,9 @@ def test_an_overlapped_loop_that_ends_early_is_told() -> None:
     def make() -> Loop:
         return job.loop(lambda ctx: setattr(ctx, "x", ctx.batch), loader=used_up, pull_ahead=True)
 
-    with pytest.raises(AssertionError, match=f"{BATCHES} iterations plainly, and 0 overlapped"):
+    with pytest.raises(
+        AssertionError, match=f"has {BATCHES} iterations, the overlapped loop has 0"
+    ):
         assert_same_numbers(make)
 
 
@@ -243,5 +245,5 @@ def test_another_number_of_iterations_is_told() -> None:
 
         return job.loop(decode, loader=batches(), pull_ahead=True)
 
-    with pytest.raises(AssertionError, match="6 iterations plainly, and more overlapped"):
+    with pytest.raises(AssertionError, match="has 6 iterations, the overlapped loop has more"):
         assert_same_numbers(make)

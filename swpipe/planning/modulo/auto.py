@@ -418,22 +418,22 @@ def beside_the_others(limits: Limits, effects: EffectTable) -> tuple[Limits, lis
     why = []
     named = [name for name in shared if name not in silent]
     if silent:
-        touch = "it touches" if len(silent) == 1 else "they touch"
+        their = "its" if len(silent) == 1 else "their"
         why.append(
-            f"{_stay(silent)}, since nothing is declared of what {touch}: say pure=True, or name "
-            "the states in io."
+            f"{_stay(silent)}, because {their} effects are not declared: declare pure=True, or the "
+            "states in io."
         )
     if named:
         states = sorted({str(place) for name in named for place in shared[name]})
         why.append(
-            f"{_stay(named)}, which may touch {listed(states)}: say "
-            'others="" of a state that it does not touch.'
+            f"{_stay(named)}, which may touch {listed(states)}: declare "
+            'others="" for a state that it does not touch.'
         )
     if pulls_in_turn:
         limits = replace(limits, in_flight=1)
         why.append(
-            "Batches are not pulled ahead: nothing is declared of what the loader uses. Give "
-            "loader=, a list or a DataLoader with workers, if that is where they come from."
+            "Batches are not pulled ahead, because the effects of the loader are not declared. If "
+            "they come from a list or a DataLoader with workers, pass it as loader=."
         )
     return replace(limits, frozen=tuple(dict.fromkeys((*limits.frozen, *shared)))), why
 

@@ -118,7 +118,7 @@ def test_what_is_undeclared_stays_with_the_body() -> None:
     choice = choice_of(COSTS, (none, UNKNOWN, none))
     entry = choice.plan.schedule["read"]
     assert (entry.stage, entry.thread_group) == (choice.plan.max_stage, "default")
-    assert choice.why[-1].startswith("read stays with the loop's body, since nothing is")
+    assert choice.why[-1].startswith("read stays with the loop's body, because its effects are")
     pulled = CostModel({**COSTS.tasks, PULL: TaskCost(500)})
     assert choice_of(pulled, (none, none, none)).in_flight > 1
     # There is nobody whom it could be ahead of.

@@ -168,5 +168,5 @@ def test_a_plan_that_looks_up_early_is_verified_with_its_shifts() -> None:
     asked = {"effects": table, "pull_ahead": True, "body": False}
     assert verify(pec(), **asked).orders > 0
     for what, place in (("stale", "tables"), ("newer", "overlap")):
-        with pytest.raises(PlanError, match=f"state '{place}'.*say {what}={{'{place}': 1}}"):
+        with pytest.raises(PlanError, match=f"state '{place}'.*set {what}={{'{place}': 1}}"):
             verify(replace(pec(), **{what: {}}), **asked)
