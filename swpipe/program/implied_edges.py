@@ -26,16 +26,14 @@ def reduce_edges(
 
     A path implies an edge if it has no greater weight. Paths lead through all other edges and
     ``fixed``. The graph has no cycle, so the result does not depend on the order of the removals.
-    Edges
-    of negative weight stay, and no path leads through them.
+    Edges of negative weight stay, and no path leads through them.
 
     Args:
         edges: The edges to keep or drop, between places in the order of a period.
         fixed: Edges that hold without a wait.
         order: All places; hops of weight 0 lead from earlier ones to later ones.
         several: Places whose turns are not ordered from one period to the next: an edge of some
-            weight
-            implies none of a greater weight there. Edges between two of them stay.
+            weight implies none of a greater weight there. Edges between two of them stay.
     """
     always = set(fixed)
     needed = set(edges) - always
@@ -63,10 +61,8 @@ def _implied(
     """Return the edges that paths of two hops or more and of no greater weight imply.
 
     For each weight in ascending order, and from the last place to the first, each place propagates
-    the
-    set of places that it reaches to the places before it, if the set has grown. The search ends
-    when
-    every heavier edge is known to be implied.
+    the set of places that it reaches to the places before it, if the set has grown. The search ends
+    when every heavier edge is known to be implied.
 
     Args:
         edges: Edges of weight 0 or more.
