@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from docs.examples.published_planners.joint import joint_search
 from swpipe import HOST, DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.last_readers import ReleasePlace, ReleasePlaces
@@ -16,7 +17,6 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
 from swpipe.planning import simulate
 from swpipe.plans.prefetch import prefetch_plan
-from swpipe.plans.published.joint import joint_search
 from swpipe.program import compile_plan
 from tests.device.virtual import VirtualDevice
 from tests.support.safety import verify_tasks

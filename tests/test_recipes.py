@@ -145,4 +145,4 @@ def test_each_system_has_a_page() -> None:
     pages = {path.stem for path in (root / "docs" / "guide").glob("*.md")}
     plans = {path.stem for path in (root / "swpipe" / "plans").glob("[!_]*")}
     assert folders - pages == set()
-    assert plans - folders == {"prefetch", "published"}
+    assert plans - folders == {"prefetch"}

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from itertools import pairwise
 
+from published_planners import assign_lookaheads, joint_search, list_schedule
 from tabulate import tabulate
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.planning import Limits, auto_plan, lower_bounds, simulate
-from swpipe.plans.published import assign_lookaheads, joint_search, list_schedule
 from swpipe.profiler import CostModel, TaskCost
 
 ms = {"h2d": 0.3, "shuffle": 7, "input_dist": 9, "prefetch": 1.1}

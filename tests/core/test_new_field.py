@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from bench import recsys14
+from docs.examples.published_planners import assign_lookaheads, joint_search, list_schedule
 from swpipe import PipelinePlan, PipelineTask, TaskSchedule
 from swpipe._distributed.agreement import differences, plan_facts
 from swpipe.inference.recording import Recording
 from swpipe.planning import Limits
 from swpipe.planning.modulo.auto import auto_plan
-from swpipe.plans.published import assign_lookaheads, joint_search, list_schedule
 
 
 @dataclass(frozen=True, slots=True)

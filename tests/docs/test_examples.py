@@ -115,6 +115,13 @@ def run(script: Path, where: Path) -> str:
     return done.stdout
 
 
+def test_examples_import_no_private_module() -> None:
+    """What they show, users can write."""
+    private = re.compile(r"^ *(?:from|import) swpipe\S*\._", re.MULTILINE)
+    scripts = (DOCS / "examples").rglob("*.py")
+    assert [str(path) for path in scripts if private.search(path.read_text("utf-8"))] == []
+
+
 @pytest.mark.parametrize("name", TIMED)
 def test_an_example_with_times_runs_on_a_virtual_clock(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

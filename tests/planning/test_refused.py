@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from docs.examples.published_planners import assign_lookaheads, joint_search, list_schedule
 from swpipe import PipelinePlan, StreamSpec, TaskSchedule
 from swpipe.core.task_memory import Block, TaskMemory
 from swpipe.errors import PlanError
 from swpipe.planning import Limits, lower_bounds, simulate
 from swpipe.planning.modulo.auto import auto_plan
-from swpipe.plans.published import assign_lookaheads, joint_search, list_schedule
 from swpipe.profiler import CostModel, TaskCost
 
 LOOP = PipelinePlan({"read": TaskSchedule(), "work": TaskSchedule()}, deps=[("work", "read")])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bench import recsys14
+from docs.examples.published_planners import assign_lookaheads, joint_search
 from swpipe import PipelinePlan, SWPipeline, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import DEFAULT_GROUP
@@ -21,7 +22,6 @@ from swpipe.core.resolved import resolve_plan
 from swpipe.planning import auto_plan
 from swpipe.planning.simulation.simulator import simulate
 from swpipe.planning.simulation.timed_graph import timed_graph
-from swpipe.plans.published import assign_lookaheads, joint_search
 from swpipe.plans.torchrec.hstu_schedule import HSTU_THREAD_MAPS, hstu_plan, hstu_schedule
 from swpipe.program import ADMIT, OWN, SOURCES, Program, compile_plan
 from swpipe.trace.span import Row, Span

@@ -7,16 +7,20 @@ from dataclasses import replace
 import pytest
 
 from bench import recsys14
+from docs.examples.published_planners import JointSearch, assign_lookaheads, joint_search
+from docs.examples.published_planners.joint import Evaluated, SearchSpace, policies, prune, swaps
+from docs.examples.published_planners.queue_rules import (
+    caller_tasks,
+    closest_order,
+    communicator_queues,
+)
+from docs.examples.published_planners.task_roles import GIVEN, TaskRoles
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
 from swpipe.planning import Limits, lower_bounds, simulate
-from swpipe.plans.published import JointSearch, assign_lookaheads, joint_search
-from swpipe.plans.published.joint import Evaluated, SearchSpace, policies, prune, swaps
-from swpipe.plans.published.queue_rules import caller_tasks, closest_order, communicator_queues
-from swpipe.plans.published.task_roles import GIVEN, TaskRoles
-from tests.plans.published.papers import paper
+from tests.docs.published_planners.papers import paper
 from tests.support.budget import seeds
 from tests.support.safety import verify_tasks
 

@@ -23,9 +23,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from swpipe.core.plan import DEFAULT_GROUP
 from swpipe.core.resolved import ResolvedPlan
-from swpipe.plans.published.queue_rules import caller_tasks, stream_of
+
+from .queue_rules import DEFAULT_GROUP, caller_tasks, stream_of
 
 IO = "io"
 DATA_DIST = "data_dist"

@@ -35,21 +35,23 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
-from swpipe.core.costs import CostModel
-from swpipe.core.plan import DEFAULT_GROUP, HOST, PipelinePlan
+from swpipe import HOST, PipelinePlan
 from swpipe.core.resolved import ResolvedPlan, resolve_plan
 from swpipe.errors import PlanError, Problem
-from swpipe.planning.limits import Limits
+from swpipe.planning import Limits
 from swpipe.planning.simulation.interval import interval_us
-from swpipe.plans.published.lookahead import Rules, best_assignment
-from swpipe.plans.published.queue_rules import (
+from swpipe.profiler import CostModel
+
+from .lookahead import Rules, best_assignment
+from .queue_rules import (
+    DEFAULT_GROUP,
     Queues,
     check_inputs,
     period_edges,
     remaining_us,
     stream_of,
 )
-from swpipe.plans.published.task_roles import GIVEN, IO, PRESETS, TaskRoles
+from .task_roles import GIVEN, IO, PRESETS, TaskRoles
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
-from swpipe.core.costs import CostModel
-from swpipe.core.plan import Pair, PipelinePlan
-from swpipe.planning.limits import Limits
+from swpipe import PipelinePlan
+from swpipe.planning import Limits
 from swpipe.planning.simulation.interval import interval_us
-from swpipe.plans.published.queue_rules import (
+from swpipe.profiler import CostModel
+
+from .queue_rules import (
+    Pair,
     check_inputs,
     communicator_queues,
     period_edges,

@@ -33,15 +33,16 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from swpipe.core.costs import CostModel
+from swpipe import PipelinePlan
 from swpipe.core.dependence import CycleError
-from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
 from swpipe.core.resolved import ResolvedPlan, resolve_plan
 from swpipe.errors import PlanError, Problem
-from swpipe.planning.limits import Limits
-from swpipe.planning.modulo.bounds import lower_bounds
+from swpipe.planning import Limits, lower_bounds
 from swpipe.planning.simulation.interval import interval_us
-from swpipe.plans.published.queue_rules import (
+from swpipe.profiler import CostModel
+
+from .queue_rules import (
+    DEFAULT_GROUP,
     Queues,
     caller_tasks,
     check_inputs,

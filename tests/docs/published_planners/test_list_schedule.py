@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from docs.examples.published_planners import list_schedule
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning import simulate
-from swpipe.plans.published import list_schedule
-from tests.plans.published.papers import paper
+from tests.docs.published_planners.papers import paper
 from tests.support.budget import seeds
 from tests.support.safety import verify_tasks
 

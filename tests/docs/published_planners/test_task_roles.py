@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bench import recsys14
+from docs.examples.published_planners.queue_rules import stream_of
+from docs.examples.published_planners.task_roles import PRESETS, TaskRoles
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.resolved import resolve_plan
-from swpipe.plans.published.queue_rules import stream_of
-from swpipe.plans.published.task_roles import PRESETS, TaskRoles
 
 STEP = recsys14.plan()
 ROLES = TaskRoles.of(resolve_plan(STEP), recsys14.FROZEN)

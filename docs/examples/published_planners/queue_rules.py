@@ -17,13 +17,19 @@ from itertools import pairwise
 
 import torch
 
+from swpipe import PipelinePlan
 from swpipe.analysis.validation import validate
-from swpipe.core.costs import CostModel
 from swpipe.core.dependence import topological
-from swpipe.core.plan import DEFAULT_GROUP, Pair, PipelinePlan
 from swpipe.core.resolved import ResolvedPlan, dependences_of
 from swpipe.errors import PlanError, Problem
-from swpipe.planning.limits import Limits
+from swpipe.planning import Limits
+from swpipe.profiler import CostModel
+
+DEFAULT_GROUP = "default"
+"""The thread group of the caller of ``progress()``."""
+
+Pair = tuple[str, str]
+"""A consumer and its producer."""
 
 Queues = tuple[tuple[str, ...], ...]
 """The tasks of each communicator with two or more tasks, in the order of the period."""

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from bench import recsys14
+from docs.examples.published_planners import assign_lookaheads
+from docs.examples.published_planners.lookahead import lookaheads
+from docs.examples.published_planners.queue_rules import caller_tasks, communicator_queues
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
 from swpipe.planning import Limits, simulate
-from swpipe.plans.published import assign_lookaheads
-from swpipe.plans.published.lookahead import lookaheads
-from swpipe.plans.published.queue_rules import caller_tasks, communicator_queues
-from tests.plans.published.papers import paper
+from tests.docs.published_planners.papers import paper
 from tests.support.budget import seeds
 from tests.support.safety import verify_tasks
 
