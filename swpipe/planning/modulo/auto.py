@@ -26,7 +26,7 @@ from swpipe.core.plan import BODY, OTHERS, PULL, PipelinePlan
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError, Problem
 from swpipe.planning.limits import Limits
-from swpipe.planning.modulo.bounds import Bounds, bounds_of, lower_bounds
+from swpipe.planning.modulo.bounds import Bounds, bounds_of
 from swpipe.planning.modulo.input_slack import with_slack
 from swpipe.planning.modulo.schedule_graph import (
     TOLERANCE,
@@ -206,7 +206,41 @@ class _Planner:
                     f"Batches are pulled on a thread of their own, which earns {in_ms(saved_us)}."
                 )
                 best = replace(pulling, why=(*pulling.why, words))
-        return best if self.effects is None else self._by_workers(best, self.effects)
+        effects = self.effects
+        if effects is None:
+            return best
+        found = self._by_workers(best, effects)
+        if found.gap > TOLERANCE and self.concurrent:
+            # The best groups of one worker each need not be the best of several: a group has
+            # workers only if each of its tasks may have them.
+            other = self._by_workers(self._grouped_for_workers(best), effects)
+            found = min(found, other, key=lambda choice: choice.ii_us)
+        return found
+
+    @property
+    def concurrent(self) -> tuple[str, ...]:
+        """The tasks that may have several workers: their effects allow them beside themselves."""
+        if self.effects is None or self.limits.workers == 1:
+            return ()
+        pairs = conflicts(self.effects)
+        alone = {pair.consumer for pair in pairs if pair.consumer == pair.producer}
+        alone.update(self.limits.frozen)
+        return tuple(name for name in self.plan.schedule if name not in alone)
+
+    def _one_by_one(self) -> str:
+        costs = self.costs.of(self.plan.schedule).values()
+        total_us = sum(cost.total_us for cost in costs)
+        return f"All tasks one after the other take {in_ms(total_us)}."
+
+    def _grouped_for_workers(self, best: Choice) -> Choice:
+        """Return the plan whose groups are the best ones if each has all workers, with one each."""
+        costs = dict(self.costs.tasks)
+        for name in self.concurrent:
+            costs[name] = costs[name].scaled(1 / self.limits.workers)
+        plan = replace(self, costs=replace(self.costs, tasks=costs), effects=None)._choice().plan
+        ii_us = self._interval_us(plan)
+        why = (_above(ii_us, best.bounds), self._one_by_one())
+        return replace(best, plan=plan, ii_us=ii_us, why=why)
 
     def _by_workers(self, best: Choice, effects: EffectTable) -> Choice:
         """Return the plan with more workers in busy groups, while each worker makes it faster."""
@@ -222,10 +256,8 @@ class _Planner:
         words = listed([f"{counted(n, 'worker')} of {group!r}" for group, n in several.items()])
         saved = in_ms(best.ii_us - fastest.ii_us)
         why = f"{words} take turns, each with iterations of its own, which earns {saved}."
-        bounds = lower_bounds(fastest.plan, self.costs, streams=self.streams)
-        return replace(
-            fastest, bounds=bounds, why=(_above(fastest.ii_us, bounds), *best.why[1:], why)
-        )
+        above = _above(fastest.ii_us, fastest.bounds)
+        return replace(fastest, why=(above, *best.why[1:], why))
 
     def _by_one_worker(self, choice: Choice, effects: EffectTable) -> Choice | None:
         """Return a faster plan with one more worker in each busy group, if there is one."""
@@ -279,8 +311,14 @@ class _Planner:
         # A bound for the plan that was found must also hold for the largest ``run_ahead`` that was
         # tried.
         freest = replace(graph, run_ahead=MOST_AHEAD) if chooses_ahead else graph
-        bounds = bounds_of(freest, limits.threads, limits.in_flight)
-        why = _why(best, bounds, search)
+        bounds = bounds_of(
+            freest,
+            limits.threads,
+            limits.in_flight,
+            concurrent=self.concurrent,
+            workers=limits.workers,
+        )
+        why = [*_why(best, bounds, search), self._one_by_one()]
         if best is not least:
             why.append(
                 f"The host may run {best.plan.run_ahead} iterations ahead of the device, which "
@@ -527,6 +565,4 @@ def _why(best: FoundPlan, bounds: Bounds, search: Search) -> list[str]:
             if saved_us > 0
             else f"Thread {threads}: no plan of this interval and depth was found without it."
         )
-    one_by_one = sum(search.graph.host_us) + sum(search.graph.device_us)
-    words.append(f"All tasks one after the other take {in_ms(one_by_one)}.")
     return words

@@ -25,7 +25,8 @@ Source: B. R. Rau, "Iterative modulo scheduling: an algorithm for software pipel
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
@@ -113,22 +114,46 @@ def lower_bounds(
     return _bounds(graph, threads_us, _heaviest(graph, None))
 
 
-def bounds_of(graph: ScheduleGraph, threads: int, depth: int | None = None) -> Bounds:
+def bounds_of(
+    graph: ScheduleGraph,
+    threads: int,
+    depth: int | None = None,
+    *,
+    concurrent: Collection[str] = (),
+    workers: int = 1,
+) -> Bounds:
     """Return bounds for all plans of a loop with a number of threads and, if given, a depth.
 
     The thread that pulls batches, if there is one, is not counted.
+
+    Args:
+        graph: The tasks and their dependences.
+        threads: The most thread groups, including the caller's.
+        depth: The most iterations in flight; None for no limit.
+        concurrent: The tasks whose group may have several workers.
+        workers: The most workers of a group; the caller's thread is alone.
     """
     host_us = dict(zip(graph.names, graph.host_us, strict=True))
     if graph.pull_group is None:
         host_us[PULL] = graph.pull_us
+    if workers == 1 or threads == 1:
+        concurrent = ()
     # Two bounds for threads: a task is not split, and the busiest thread has at least the least
-    # load.
-    longest = max(host_us, key=lambda name: host_us[name])
+    # load. Tasks that may have workers do not count for these.
+    one_us = {name: us for name, us in host_us.items() if name not in concurrent}
+    alone = replace(graph, host_us=tuple(one_us.get(name, 0.0) for name in graph.names))
     count = "the one thread" if threads == 1 else f"{threads} threads"
-    threads_us = {
-        f"one thread: {longest} alone": host_us[longest],
-        f"{count}: all tasks": least_load(graph, threads),
-    }
+    tasks = "all tasks of one worker" if concurrent else "all tasks"
+    threads_us = {f"{count}: {tasks}": least_load(alone, threads)}
+    if one_us:
+        longest = max(one_us, key=lambda name: one_us[name])
+        threads_us = {f"one thread: {longest} alone": one_us[longest], **threads_us}
+    # Workers divide the work of a group. The caller's thread is a group of one.
+    for name in concurrent:
+        threads_us[f"{workers} workers: {name} alone"] = host_us[name] / workers
+    if concurrent:
+        words = f"{count} of {workers} workers each, but for the caller's: all tasks"
+        threads_us[words] = sum(host_us.values()) / (1 + (threads - 1) * workers)
     # The cycle without a depth is preferred on equal terms: its text names dependences only.
     cycle = _heaviest(graph, None)
     if depth is not None:
