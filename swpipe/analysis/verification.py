@@ -31,7 +31,14 @@ from swpipe.analysis.races import (
     stale_problems,
 )
 from swpipe.analysis.validation import refusal, validate
-from swpipe.core.effects import Declared, Effects, EffectTable, anything, with_the_others
+from swpipe.core.effects import (
+    Declared,
+    Effects,
+    EffectTable,
+    anything,
+    one_place_each,
+    with_the_others,
+)
 from swpipe.core.loaders import is_apart
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import BODY, OTHERS, PULL, PipelinePlan
@@ -317,7 +324,7 @@ def _table(
     if PULL in others and BODY not in others and others[PULL].undeclared:
         others[PULL] |= unknown
     table = {**others, **recorded}
-    return with_the_others(table, unknown, apart=apart, body=body)
+    return one_place_each(with_the_others(table, unknown, apart=apart, body=body))
 
 
 def _in_order(resolved: ResolvedPlan, effects: EffectTable) -> EffectTable:

@@ -30,7 +30,8 @@ class Location(NamedTuple):
     Attributes:
         name: The name of the attribute or state.
         persistent: Whether it is a state.
-        on_host: Whether no device work uses the state (``DeclaredIO.on_host``).
+        on_host: Whether no device work uses the state (``DeclaredIO.on_host``). A table of effects
+            that joins declarations with a recording has a state one way: ``one_place_each``.
     """
 
     name: str
@@ -197,6 +198,26 @@ def with_the_others(
     # The order of the table is the serial order: pull, tasks, body.
     table = {PULL: pull} | {n: touched for n, touched in effects.items() if n not in OTHERS}
     return table | ({BODY: effects.get(BODY, unknown)} if body else {})
+
+
+def one_place_each(effects: EffectTable) -> EffectTable:
+    """Return effects in which a state is on the host only if all tasks that touch it agree.
+
+    One task may declare a state that another one was seen to touch. As two locations, they would
+    not conflict.
+    """
+    places = {place for touched in effects.values() for place in touched.reads | touched.writes}
+    split = {place for place in places if place.on_host and place._replace(on_host=False) in places}
+    if not split:
+        return effects
+    one = {place: place._replace(on_host=False) for place in split}
+    return {
+        name: Effects(
+            frozenset([one.get(place, place) for place in touched.reads]),
+            frozenset([one.get(place, place) for place in touched.writes]),
+        )
+        for name, touched in effects.items()
+    }
 
 
 def conflicts(effects: EffectTable) -> list[Conflict]:

@@ -46,6 +46,7 @@ class DeclaredIO:
             ``close``; it drops the values that the task keeps for them outside their contexts.
         on_host: Whether Python uses the state on the host alone, as a counter, and no device work
             does. Its order is then kept if the functions are in order (``PipelinePlan.host_only``).
+            It counts if all tasks that name the state, or were recorded to touch it, say so.
         others: How undeclared code (the loop's body, a loader, a task) may touch the state: "rw";
             "r" if it only reads; "" if only tasks that name the state touch it. Needed only once
             per state.

@@ -10,7 +10,7 @@ from swpipe._state.loop import LoopState
 from swpipe._values.stateful import Owners
 from swpipe.analysis.validation import validate
 from swpipe.core.context import TypedContext, context_class
-from swpipe.core.effects import Declared, Effects
+from swpipe.core.effects import Declared, Effects, one_place_each
 from swpipe.core.loaders import is_apart
 from swpipe.core.plan import BODY, PULL, PipelinePlan
 from swpipe.core.task import PipelineTask, checked_tasks
@@ -109,7 +109,7 @@ def record(
     pull = {} if loader is None else {PULL: Effects() if is_apart(loader) else declarations.unknown}
     return Recording(
         tasks=tasks,
-        effects=pull | effects | {BODY: declarations.unknown},
+        effects=one_place_each(pull | effects | {BODY: declarations.unknown}),
         states={name: tuple(item.name for item in items) for name, items in states.items()},
         collectives=frozenset(each.task for each in runs if each.operators.collectives),
         owners=Owners(saved.owners),

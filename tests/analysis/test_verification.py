@@ -202,6 +202,30 @@ def test_declared_and_recorded_effects_are_joined() -> None:
         verify_tasks(unconnected(), tasks, effects)
 
 
+def test_a_state_on_the_host_is_the_one_that_a_recording_saw() -> None:
+    """What one task declares and another was seen to touch is one state, which a device may use."""
+    reader = PipelineTask("a", print, io=[DeclaredIO(state="model", mode="r", on_host=True)])
+    tasks = [reader, PipelineTask("b", print, pure=True)]
+    effects = {"a": touching(), "b": touching("", "model")}
+    with pytest.raises(PlanError, match="'b' on iteration i must come after 'a' .* state 'model'"):
+        verify_tasks(unconnected(), tasks, effects)
+    # Of device work, an order of functions is none.
+    edges = {"deps": [("b", "a")], "cross_iter_deps": [("a", "b")]}
+    mended = unconnected(**edges)
+    assert verify_tasks(mended, tasks, effects).orders == 4
+    schedule = {**mended.schedule, "b": TaskSchedule(stream="side")}
+    of_functions = replace(mended, schedule=schedule, host_only=[("b", "a"), ("a", "b")])
+    with pytest.raises(PlanError, match="the edge between them is host_only"):
+        verify_tasks(of_functions, tasks, effects, streams=True)
+    alone = {"a": touching(), "b": touching()}
+    verify_tasks(of_functions, tasks, alone, streams=True)
+    # The body touches the same one state.
+    behind = {"a": TaskSchedule(1), "b": TaskSchedule()}
+    ahead = replace(mended, schedule=behind, deps=[], cross_iter_deps=[], newer={"model": 1})
+    with pytest.raises(PlanError, match="'b' touches state 'model', which the loop's body may"):
+        verify(ahead, tasks, effects, pull_ahead=True)
+
+
 def test_a_table_of_effects_alone_joins_what_is_not_known_with_each_state_in_it() -> None:
     """A task, a loader, or the body, whatever the other entries name; only what is known is not."""
     plan = PipelinePlan(

@@ -386,3 +386,20 @@ def test_an_evaluation_keeps_its_order_with_whoever_runs_the_model() -> None:
     assert {("evaluate", "forward", 0), ("forward", "evaluate", 1)} <= orders(found)
     assert "Sequential mode" in writes(found, "evaluate") & reads(found, "forward")
     assert "Sequential mode" in writes(recorded(forward, switch, batch=torch.ones(3, 4)), "switch")
+
+
+def test_a_state_on_the_host_is_ordered_with_a_task_that_was_seen_to_change_it() -> None:
+    """One task reads it by numpy, and says so; another one, which does not name it, writes it."""
+    count = torch.zeros(1)
+    array = count.numpy()
+    tasks = [
+        PipelineTask("count", lambda ctx: count.add_(1), io=[DeclaredIO(state="log")]),
+        PipelineTask(
+            "show",
+            lambda ctx: setattr(ctx, "shown", float(array[0])),
+            io=[DeclaredIO(state="count", mode="r", on_host=True)],
+        ),
+    ]
+    plan = record(tasks, None, state={"count": count}, device="cpu").plan()
+    assert plan.deps == (("show", "count"),)
+    assert plan.cross_iter_deps == (("count", "show", 1),)
