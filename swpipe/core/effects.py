@@ -200,6 +200,23 @@ def with_the_others(
     return table | ({BODY: effects.get(BODY, unknown)} if body else {})
 
 
+def unnamed_changes(effects: EffectTable, declared: Declared) -> Effects:
+    """Return what undeclared code may touch of the states that tasks change and no task names.
+
+    A task that names its states was seen to change another one: its declaration does not keep that
+    state apart from undeclared code.
+    """
+    named = {p.name for e in declared.named.values() for p in e.reads | e.writes}
+    changed = {
+        place
+        for name, touched in effects.items()
+        if name not in OTHERS
+        for place in touched.writes
+        if place.persistent and place.name not in named
+    }
+    return Effects(frozenset(changed), frozenset(changed))
+
+
 def one_place_each(effects: EffectTable) -> EffectTable:
     """Return effects in which a state is on the host only if all tasks that touch it agree.
 

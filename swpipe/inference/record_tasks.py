@@ -10,7 +10,7 @@ from swpipe._state.loop import LoopState
 from swpipe._values.stateful import Owners
 from swpipe.analysis.validation import validate
 from swpipe.core.context import TypedContext, context_class
-from swpipe.core.effects import Declared, Effects, one_place_each
+from swpipe.core.effects import Declared, Effects, one_place_each, unnamed_changes
 from swpipe.core.loaders import is_apart
 from swpipe.core.plan import BODY, PULL, PipelinePlan
 from swpipe.core.task import PipelineTask, checked_tasks
@@ -105,11 +105,12 @@ def record(
     effects = add_transfers(observed_effects, transfers)
     for name, declared in declarations.effects.items():
         effects[name] |= declared
+    unknown = declarations.unknown | unnamed_changes(observed_effects, declarations)
     # Without a loader nothing is known of the pull, so it gets no entry rather than a guess.
-    pull = {} if loader is None else {PULL: Effects() if is_apart(loader) else declarations.unknown}
+    pull = {} if loader is None else {PULL: Effects() if is_apart(loader) else unknown}
     return Recording(
         tasks=tasks,
-        effects=one_place_each(pull | effects | {BODY: declarations.unknown}),
+        effects=one_place_each(pull | effects | {BODY: unknown}),
         states={name: tuple(item.name for item in items) for name, items in states.items()},
         collectives=frozenset(each.task for each in runs if each.operators.collectives),
         owners=Owners(saved.owners),

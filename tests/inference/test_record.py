@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
 from swpipe._state.loop import LoopState
+from swpipe.analysis import verify
 from swpipe.core.effects import UNDECLARED, UNKNOWN, Effects
 from swpipe.core.plan import PULL
 from swpipe.errors import PlanError, UnsavedStateError
@@ -403,3 +404,22 @@ def test_a_state_on_the_host_is_ordered_with_a_task_that_was_seen_to_change_it()
     plan = record(tasks, None, state={"count": count}, device="cpu").plan()
     assert plan.deps == (("show", "count"),)
     assert plan.cross_iter_deps == (("count", "show", 1),)
+
+
+def test_a_state_that_a_task_was_seen_to_change_and_does_not_name_is_the_bodys_too() -> None:
+    """What the task names keeps nothing else apart: it was accepted ahead of a body that reads."""
+    weights = torch.zeros(1)
+    tasks = [
+        PipelineTask("a", lambda ctx: weights.add_(1), io=[DeclaredIO(state="log", others="")]),
+        PipelineTask("b", lambda ctx: None, pure=True),
+    ]
+    ahead = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule(1)}, deps=[("b", "a")])
+
+    def effects(of: list[PipelineTask]) -> dict[str, Effects]:
+        return {**record(of, None, state={"w": weights}, device="cpu").effects}
+
+    with pytest.raises(PlanError, match="'a' touches state 'w', which the loop's body may touch"):
+        verify(ahead, tasks, effects(tasks), pull_ahead=True)
+    apart = DeclaredIO(state="w", memory=weights, others="")
+    named = [replace(tasks[0], io=[*tasks[0].io, apart]), tasks[1]]
+    assert verify(ahead, named, effects(named), pull_ahead=True).undeclared == ()
