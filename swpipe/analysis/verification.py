@@ -37,6 +37,7 @@ from swpipe.core.effects import (
     EffectTable,
     anything,
     one_place_each,
+    unnamed_changes,
     with_the_others,
 )
 from swpipe.core.loaders import is_apart
@@ -311,6 +312,7 @@ def _table(
         recorded = dict(_in_order(resolved, declared.effects))
     else:
         if declared is not None:
+            unknown |= unnamed_changes(recorded, declared)
             # A recording tells what undeclared tasks touch: only named states are added to it.
             named = declared.named
             recorded = {n: of_task | named.get(n, Effects()) for n, of_task in recorded.items()}

@@ -254,6 +254,21 @@ def test_declared_states_keep_their_order_of_a_serial_run_beside_recorded_effect
     SWPipeline(plan, free, effects=effects, device="cpu").close()
 
 
+def test_tasks_and_their_effects_are_refused_where_effects_alone_are() -> None:
+    """A task names a log and is seen to change weights: the body, unknown, may read these."""
+    weights = frozenset([Location("weights", True)])
+    effects = {PULL: Effects(), "a": Effects(weights, weights), "b": Effects()}
+    log = DeclaredIO(state="log", others="")
+    tasks = [
+        PipelineTask("a", lambda ctx: None, io=[log]),
+        PipelineTask("b", lambda ctx: None, pure=True),
+    ]
+    ahead = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule(1)}, deps=[("b", "a")])
+    for given in (None, tasks):
+        with pytest.raises(PlanError, match="'a' touches state 'weights', which the loop's body"):
+            verify(ahead, given, effects=effects, pull_ahead=True)
+
+
 def test_tasks_that_touch_nothing_leave_nothing_to_check() -> None:
     """And the result says so."""
     tasks = [PipelineTask(name, print, pure=True) for name in "ab"]

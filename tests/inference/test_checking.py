@@ -26,6 +26,7 @@ from swpipe import (
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.analysis.races import guarantees, race_problems
 from swpipe.analysis.verification import verify_for_run
+from swpipe.core.effects import Effects
 from swpipe.core.plan import BODY
 from swpipe.core.resolved import resolve_plan
 from swpipe.device import resolve
@@ -410,7 +411,7 @@ def test_a_branch_that_the_recording_did_not_see(what: str) -> None:
     tasks = [PipelineTask(f.__name__, f, io=[APART]) for f in (decode, look)]
     recording = record(tasks, batches(1)[0], device="cpu")
     # The body does not touch the state.
-    effects = {name: of for name, of in recording.effects.items() if name != BODY}
+    effects = {**recording.effects, BODY: Effects()}
     plan = on_threads("decode", "look", pipeline_depth=2)
     verify_tasks(plan, tasks, effects=effects)
     done, error = stopped(checked(plan, tasks, None, effects=effects))
