@@ -76,6 +76,14 @@ class Limits:
         object.__setattr__(self, "workers", workers)
         object.__setattr__(self, "max_bytes", max_bytes)
 
+    def allow(self, plan: PipelinePlan) -> bool:
+        """Return whether a plan keeps the limits on iterations in flight, groups and workers."""
+        return (
+            plan.depth <= self.in_flight
+            and len(plan.thread_groups) <= self.threads
+            and plan.most_workers <= self.workers
+        )
+
     def check(self, plan: PipelinePlan) -> None:
         """Raise PlanError if the limits freeze tasks that the plan does not have."""
         if unknown := [name for name in self.frozen if name not in plan.schedule]:

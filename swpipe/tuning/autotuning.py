@@ -488,7 +488,7 @@ def _simple(
     plans = {SERIAL: replace(PipelinePlan.serial(loop.tasks), tasks=())}
     left_out = []
     for name, plan in ready_made.items():
-        if plan.depth > limits.in_flight or len(plan.thread_groups) > limits.threads:
+        if not limits.allow(plan):
             reason = "it is above the limits"
         # A ready-made plan cannot be changed to keep the frozen tasks where they are.
         elif limits.frozen:

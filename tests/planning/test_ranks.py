@@ -161,6 +161,28 @@ def test_input_slack_is_found_within_the_limits() -> None:
     assert steady.why[-1] == "More input slack takes no waiting away."
 
 
+@pytest.mark.parametrize(("groups", "threads"), [(2, 4), (3, 5)])
+def test_input_gets_a_thread_within_the_limit_on_groups(groups: int, threads: int) -> None:
+    """Three workers of another group are one group, and the input is a third one."""
+    schedule = {
+        "read": TaskSchedule(),
+        "train": TaskSchedule(globally_ordered=True),
+        "log": TaskSchedule(thread_group="pool", workers=3),
+    }
+    plan = PipelinePlan(schedule, deps=[("train", "read"), ("log", "read")])
+    costs = replace(TWO, tasks={**TWO.tasks, "log": TaskCost(host_us=10)})
+    found = with_slack(
+        plan,
+        costs,
+        Ranks(64, slow={"read": (0.02, 4.0)}),
+        Limits(in_flight=8, threads=groups),
+        streams=False,
+        may_run_ahead=True,
+        allowed=lambda plan: True,
+    )[0]
+    assert found.plan.threads == threads
+
+
 def test_run_ahead_is_chosen_before_as_much_slack() -> None:
     """Both absorb the slow reads with as many iterations ahead, and slack takes more depth."""
     plan = PipelinePlan(

@@ -52,6 +52,9 @@ PREFETCH = PipelinePlan(
     pipeline_depth=3,
 )
 UNSAFE = replace(PREFETCH, deps=())
+TWO_READERS = replace(
+    PREFETCH, schedule={**PREFETCH.schedule, "read": TaskSchedule(thread_group="io", workers=2)}
+)
 COSTS = CostModel({"read": TaskCost(host_us=3000), "train": TaskCost(host_us=2000)})
 
 
@@ -186,6 +189,7 @@ def test_serial_ready_made_and_planned_plans_are_tried_in_turns(
     [
         (UNSAFE, Limits(), "it could give other numbers than the serial loop"),
         (PREFETCH, Limits(threads=1), "it is above the limits"),
+        (TWO_READERS, Limits(workers=1), "it is above the limits"),
         (PREFETCH, Limits(frozen=["train"]), "the limits freeze tasks"),
     ],
 )

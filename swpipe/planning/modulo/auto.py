@@ -270,9 +270,7 @@ class _Planner:
         busy = {group for group, us in load.items() if us >= least_us}
         for plan in _with_one_more(choice.plan, busy) if busy else ():
             # More workers may need a greater depth, and may change the order that effects require.
-            limits = self.limits
-            fits = plan.depth <= limits.in_flight and plan.most_workers <= limits.workers
-            if fits and _keeps(plan, effects, self.streams):
+            if self.limits.allow(plan) and _keeps(plan, effects, self.streams):
                 ii_us = self._interval_us(plan)
                 if ii_us < least_us:
                     return replace(choice, plan=plan, ii_us=ii_us)

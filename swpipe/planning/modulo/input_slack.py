@@ -133,7 +133,8 @@ def _plans(
         }
         groups = {schedule[name].thread_group for name in tasks}
         shared = any(e.thread_group in groups for n, e in schedule.items() if n not in tasks)
-        if slack and shared and plan.threads < limits.threads:
+        # The threads of workers are of one group.
+        if slack and shared and len(plan.thread_groups) < limits.threads:
             # On a thread with a task that meets other ranks, the input would wait for the slowest
             # rank.
             group = next(name for name in _GROUPS if name not in plan.thread_groups)
