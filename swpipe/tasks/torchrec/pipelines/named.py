@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -111,6 +111,12 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
 
     # The batches that enqueue_batch has copied; None unless H2DAndShuffle is calling it.
     _copies: list[Any] | None = None
+
+    # Called with the iterator in place of next(), if a subclass overrides the pull of a batch.
+    _pull: Callable[[Iterator[In]], Any] | None = None
+
+    # The number of the batch before which _change_plan is called; None for never.
+    _changes_at: int | None = None
 
     def __init__(
         self,
@@ -305,9 +311,6 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         when = self.form.without_grad
         return when == "never" or (when == "eval" and self._model.training)
 
-    def _optimizers(self) -> Sequence[Any]:
-        return [self._optimizer_given]
-
     def _build(self) -> None:
         kind: Kind = "own"
         # A single rank exchanges nothing, so a class may take a simpler kind there (Form.alone). A
@@ -354,7 +357,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
 
     def _step(self) -> TrainStep:
         return TrainStep(
-            self._optimizers(),
+            [self._optimizer_given],
             forward=self._given.get("custom_model_fwd"),
             sync_interval=self._given.get("dmp_collection_sync_interval_batches", 1),
         )
@@ -363,13 +366,10 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         return TaskOptions(
             forward=kind,
             strict=False,
-            zero_grad=self._zero_grad(),
+            zero_grad=self.form.zero_grad,
             pipeline_postproc=self._given.get("pipeline_postproc", False) and kind != "own",
             memory=MemoryOptions.of(self._given),
         )
-
-    def _zero_grad(self) -> str | None:
-        return self.form.zero_grad
 
     def _start(self) -> None:
         plan = self._plan(self.tasks)
@@ -420,10 +420,22 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         if (watchdog := self.tasks.step.watchdog) is not None:
             watchdog()
 
-    def _new_pass(self, source: Iterator[In], limit: int | None = None) -> Pass:
+    def _step_of(self, source: Iterator[In]) -> Out:
+        # A pass ends where the plan changes (_new_pass), so no batch is in flight.
+        if self._changes_at is not None and self._done >= self._changes_at:
+            self._change_plan()
+        output: Out = super()._step_of(source)
+        return output
+
+    def _change_plan(self) -> None:
+        """Go on with another plan; a hook for classes that set ``_changes_at``."""
+
+    def _new_pass(self, source: Iterator[In]) -> Pass:
         self._dataloader_iter = None  # the same iterator may have been restarted
         NamedPipeline._at_stop(self)
-        return super()._new_pass(source, limit)
+        ends_at = self._changes_at
+        limit = None if ends_at is None else ends_at - self._done
+        return Pass(source, keep_back=self._keep_back, limit=limit, pull=self._pull)
 
     def _at_stop(self) -> None:
         vars(self).get("batches", []).clear()
@@ -503,10 +515,11 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
                 f"emb_lookup_stream is {stream!r}: give 'new', 'current' or 'data_dist'"
             )
 
-    def _zero_grad(self) -> str:
+    def _options(self, kind: Kind) -> TaskOptions:
         # zero_grad hands the learning rates to fused tables, so its task decides which of them a
         # look-up takes.
-        return plans.EMBED if self._late() else plans.DENSE_BACK
+        task = plans.EMBED if self._late() else plans.DENSE_BACK
+        return replace(super()._options(kind), zero_grad=task)
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         return split(tasks, late=self._late())
