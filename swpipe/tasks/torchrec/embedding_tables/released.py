@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any, Self
 
@@ -57,12 +57,9 @@ class MemoryOptions:
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Return the options among a TorchRec pipeline's arguments; missing ones are off."""
         # The name of enable_inplace_copy_batch in TorchRec 1.5.
-        old = given.get("inplace_copy_batch_to_gpu", False)
-        return cls(
-            enable_inplace_copy_batch=bool(given.get("enable_inplace_copy_batch", old)),
-            free_features_storage_early=bool(given.get("free_features_storage_early")),
-            clear_data_dist_inputs=bool(given.get("clear_data_dist_inputs")),
-        )
+        old = given.get("inplace_copy_batch_to_gpu")
+        named = {"enable_inplace_copy_batch": old, **given}
+        return cls(**{each.name: bool(named.get(each.name)) for each in fields(cls)})
 
 
 def copied_in_place(batch: Any, target: torch.device, device: Device, home: Stream) -> Any:

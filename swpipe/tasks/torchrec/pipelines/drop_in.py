@@ -467,8 +467,8 @@ def build(
     if (optimizer is None) == (step is None):
         raise ValueError("give either optimizer= or step=TrainStep(...), which has its own")
     if step is None:
-        several: Any = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-        step = TrainStep(several)
+        given: Any = optimizer
+        step = TrainStep(given)
     own = {name: options.pop(name) for name in _OPTIONS & options.keys()}
     tasks = SparseDistTasks(model, step, TaskOptions(**options), device=device)
     return SparseDistPipeline(tasks, plan(tasks), **own)

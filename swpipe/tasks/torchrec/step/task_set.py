@@ -338,29 +338,30 @@ class SparseDistTasks:
         """Return the tasks in serial order, each with the methods that it calls in this order."""
         if self.options.grouped:
             return self.options.grouped
-        # The part that clears gradients belongs to one of three tasks.
-        zero = {self.options.zero_grad or names.DENSE_BACK: ["zero_grad"]}
-        # Tokens are counted before the forward, since the loss needs their sum over all ranks.
-        counts = {names.DENSE if self.rewrite.looks_up_ahead else names.EMBED: ["count_tokens"]}
         first = {names.START: ["finish_shuffle", "start_input_dist"]}
         if self.options.pipeline_postproc:
             rows = ["finish_shuffle", "postprocess_input"]
             first = {names.POSTPROC: rows, names.START: ["start_input_dist"]}
-        return {
+        parts = {
             names.COPY: ["start_shuffle", "copy"],
             **first,
             names.WAIT: ["wait_input_dist"],
             names.PREFETCH: ["prefetch"],
-            names.EMBED: [
-                *zero.get(names.EMBED, ()), *counts.get(names.EMBED, ()), "embedding_forward"
-            ],
-            names.DENSE: [*counts.get(names.DENSE, ()), "dense_forward"],
+            names.EMBED: ["embedding_forward"],
+            names.DENSE: ["dense_forward"],
             names.LOSS: ["postprocess_loss"],
-            names.DENSE_BACK: [*zero.get(names.DENSE_BACK, ()), "dense_backward"],
+            names.DENSE_BACK: ["dense_backward"],
             names.EMBED_BACK: ["embedding_backward"],
             names.FINALIZE: ["finalize_gradients"],
-            names.STEP: ["optimizer_step", *zero.get(names.STEP, ()), "watch"],
-        }  # fmt: skip
+            names.STEP: ["optimizer_step", "watch"],
+        }
+        # Tokens are counted before the forward, since the loss needs their sum over all ranks.
+        forward = names.DENSE if self.rewrite.looks_up_ahead else names.EMBED
+        parts[forward].insert(0, "count_tokens")
+        # Gradients are cleared before the forward or the backward, or after the optimizer's step.
+        zero = self.options.zero_grad or names.DENSE_BACK
+        parts[zero].insert(1 if zero == names.STEP else 0, "zero_grad")
+        return parts
 
     def task_of(self, part: str) -> str:
         """Return the name of the task that calls a method."""
