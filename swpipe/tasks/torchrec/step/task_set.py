@@ -204,18 +204,14 @@ class SparseDistTasks:
 
     def prefetch(self, ctx: IterContext) -> None:
         """Wait for the ids; modules with a cache fill it."""
-        if self.prefetched is None:
-            self._prefetch(ctx)
-        else:
-            with self.prefetched.prefetching():
-                self._prefetch(ctx, self.prefetched.counting)
-
-    def _prefetch(self, ctx: IterContext, *counting: Any) -> None:
-        if self.options.forward != "own":
-            # TorchRec's prefetch takes the stream of the look-up, so that rows are kept for it;
-            # None if both run on the same stream.
-            home = None if self.device.current_stream() == self._home else self._home
-            self.rewrite.prefetch(ctx.pipeline, home, *counting)
+        pins = self.prefetched
+        with nullcontext() if pins is None else pins.prefetching():
+            if self.options.forward != "own":
+                # TorchRec's prefetch takes the stream of the look-up, so that rows are kept for
+                # it; None if both run on the same stream.
+                home = None if self.device.current_stream() == self._home else self._home
+                counting = None if pins is None else pins.counting
+                self.rewrite.prefetch(ctx.pipeline, home, counting)
 
     def embedding_forward(self, ctx: IterContext) -> None:
         """Look the embeddings up with the current learning rate, and start their exchange."""
@@ -225,11 +221,8 @@ class SparseDistTasks:
             for optimizer in self.fused:
                 optimizer.zero_grad()
         look_up = self._look_up if self.rewrite.looks_up_ahead else self._run_model
-        if self.prefetched is None:
+        with nullcontext() if self.prefetched is None else self.prefetched.looking_up():
             look_up(ctx)
-        else:
-            with self.prefetched.looking_up():
-                look_up(ctx)
 
     def _look_up(self, ctx: IterContext) -> None:
         self._use(ctx)
