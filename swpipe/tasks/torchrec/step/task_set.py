@@ -125,8 +125,6 @@ class SparseDistTasks:
         self.gradients = GradientFlow(model, step, defers=options.forward == "split")
         self.fused = step.fused()
         self.replicates = isinstance(model, DMPCollection)
-        # The caller's stream, on which the model runs; a cache filled on another stream needs it.
-        self._home = self.device.current_stream()
         by_step = [by_gradient(p) for module in sharded.values() for p in module.parameters()]
         self.tables_in_step = any(by_step)
         if step.scaler is not None and not all(by_step):
@@ -177,7 +175,7 @@ class SparseDistTasks:
             )
         target = torch.device(self.device.name)
         if self.options.memory.enable_inplace_copy_batch and self.device.has_streams:
-            return copied_in_place(batch, target, self.device, self._home)
+            return copied_in_place(batch, target, self.device, self.rewrite.home)
         return batch.to(device=target, non_blocking=True)
 
     # The ticket goes with the batch: other batches may have been started in between.
@@ -194,8 +192,7 @@ class SparseDistTasks:
     def start_input_dist(self, ctx: IterContext) -> None:
         """Start the exchange of the sizes of ids."""
         computed = ctx.postproc if self.options.pipeline_postproc else None
-        # version=1 tells TorchRec's code that each batch has a context of its own.
-        ctx.pipeline = SparseDistContext(index=ctx.iter_idx, version=1, computed=computed)
+        ctx.pipeline = SparseDistContext(index=ctx.iter_idx, computed=computed)
         self.functions["start_input_dist"](ctx.batch, ctx.pipeline)
 
     def wait_input_dist(self, ctx: IterContext) -> None:
@@ -207,11 +204,7 @@ class SparseDistTasks:
         pins = self.prefetched
         with nullcontext() if pins is None else pins.prefetching():
             if self.options.forward != "own":
-                # TorchRec's prefetch takes the stream of the look-up, so that rows are kept for
-                # it; None if both run on the same stream.
-                home = None if self.device.current_stream() == self._home else self._home
-                counting = None if pins is None else pins.counting
-                self.rewrite.prefetch(ctx.pipeline, home, counting)
+                self.rewrite.prefetch(ctx.pipeline, None if pins is None else pins.counting)
 
     def embedding_forward(self, ctx: IterContext) -> None:
         """Look the embeddings up with the current learning rate, and start their exchange."""
