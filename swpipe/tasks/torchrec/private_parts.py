@@ -42,10 +42,6 @@ class Part:
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
 
-    def members(self) -> list[str]:
-        """Return the names of its methods and attributes."""
-        return [*self.calls, *self.replaces, *self.has.split()]
-
 
 def _parts(module: str, *names: str, **parts: Mapping[str, Any]) -> Iterator[Part]:
     yield from (Part(module=module, name=name) for name in names)

@@ -284,13 +284,11 @@ def _find(modules: Mapping[str, nn.Module]) -> Iterator[_Table]:
         for module in table_parts([sharded]):
             if isinstance(getattr(module, "_prefetch_states", None), deque):
                 yield _Table(name, module)
-            elif _of_dynamicemb(module) and callable(getattr(module, "prefetch", None)):
+                continue
+            package = type(module).__module__.partition(".")[0]
+            if package == "dynamicemb" and callable(getattr(module, "prefetch", None)):
                 raise RewriteError(
                     f"module {name!r} has a {type(module).__name__} of dynamicemb without the "
                     "queue of prefetched batches, _prefetch_states, which has to be balanced: "
                     "install the version of dynamicemb that the guide names"
                 )
-
-
-def _of_dynamicemb(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "dynamicemb"

@@ -25,7 +25,7 @@ from swpipe.tasks.torchrec.pipelines.drop_in import (
     lean,
     split,
 )
-from swpipe.tasks.torchrec.pipelines.hooks import HOOKS, overridden, refuse_overrides
+from swpipe.tasks.torchrec.pipelines.hooks import HOOKS, refuse_overrides
 from swpipe.tasks.torchrec.pipelines.refused_arguments import bound, no_internal, signature_of
 from swpipe.tasks.torchrec.rewriting.forwards import Kind, SparseDistContext
 from swpipe.tasks.torchrec.rewriting.inputs import sharded_modules, unwrapped
@@ -130,7 +130,10 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         self._run_ahead = run_ahead
         self._splits_forward = pipeline_forward
         # Overrides are found on the class, once: tasks are made from them in _build.
-        self._overrides = overridden(type(self), NamedPipeline)
+        own = type(self)
+        self._overrides = {
+            name for name in HOOKS if getattr(own, name) is not getattr(NamedPipeline, name)
+        }
         self._fills = "fill_pipeline" in self._overrides
         if "_next_batch" in self._overrides:
             self.batches: deque[In] = deque()

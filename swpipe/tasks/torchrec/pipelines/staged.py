@@ -287,5 +287,5 @@ def _staged(names: Sequence[str], streams: Sequence[Any]) -> PipelinePlan:
 
 
 def _device(streams: Sequence[Any]) -> torch.device:
-    on = [stream.device for stream in streams if stream is not None]
-    return on[0] if on else torch.device("cpu")
+    devices = (stream.device for stream in streams if stream is not None)
+    return next(devices, torch.device("cpu"))

@@ -382,7 +382,8 @@ class _Finder(NodeArgsHelper):  # type: ignore[misc]
             return f"which is called {times} times in one forward: share one result"
         # Shared modules would see the calls in another order than in the forward.
         for other in self.computed:
-            if _nested(module, self._model.get_submodule(other)):
+            called = self._model.get_submodule(other)
+            if module in {*called.modules()} or called in {*module.modules()}:
                 return f"which shares modules with {other!r}, that is called too"
         return ""
 
@@ -392,8 +393,3 @@ def _nodes(value: Any) -> Iterator[Node]:
     found: list[Node] = []
     map_arg(value, found.append)
     return iter(found)
-
-
-def _nested(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether one of two modules contains the other."""
-    return any(one is part for part in other.modules()) or any(other is m for m in one.modules())

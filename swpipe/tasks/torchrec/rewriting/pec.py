@@ -139,6 +139,9 @@ class PecModule:
         self.module = module
         self.inner = module._embedding_collection
         self._group = module._env.process_group
+        # The dimension of the embeddings of each sharding group.
+        kinds = self.inner._sharding_type_to_sharding
+        self._dims = [self.inner._embedding_dim_for_sharding_type(kind) for kind in kinds]
         self._sizes = sizes
         # The batch of the latest start_masks: the one before the next batch.
         self._last: Batch | None = None
@@ -223,7 +226,7 @@ class PecModule:
                 own.input_splits = partition.sent[part]
                 own.output_splits = partition.got[part]
                 own.unbucketize_permute_tensor = None
-                rows = lookup(features).view(-1, self._dim(number))
+                rows = lookup(features).view(-1, self._dims[number])
                 self._count(partition.sent[part], number, part)
                 yield output_dist(rows, own)
 
@@ -273,7 +276,7 @@ class PecModule:
         batch.sent = []
 
     def _started(self, share: Sent, part: int) -> Sent:
-        dim = self._dim(share.group)
+        dim = self._dims[share.group]
         got = share.gradient.new_empty(sum(share.got) * dim)
         work = dist.all_to_all_single(
             got,
@@ -288,11 +291,14 @@ class PecModule:
 
     def _update(self, sent: Iterable[Sent]) -> None:
         """Wait for gradients and update their rows with the rate of their batch's look-up."""
+        # Imported here, since TorchRec before 1.8 is supported without PEC.
+        from torchrec.distributed.comm_ops import get_gradient_division
+
         for share in sent:
             share.work.wait()
             if not share.features.values().numel():
                 continue
-            gradient = share.gradient.view(-1, self._dim(share.group))
+            gradient = share.gradient.view(-1, self._dims[share.group])
             context = share.batch.context.sharding_contexts[share.group]
             # Gradients come by rank, then feature; rows are looked up by feature, then rank.
             recat = torch.ops.fbgemm.invert_permute(context.sparse_features_recat)
@@ -303,7 +309,7 @@ class PecModule:
             )
             ordered = torch.empty_like(gradient).index_copy_(0, order, gradient)
             # TorchRec can divide gradients by the number of ranks, which its own exchange would do.
-            if _divides():
+            if get_gradient_division():
                 ordered.div_(dist.get_world_size(self._group))
             # The tables hold the rate of the newest look-up, and this update may belong to an older
             # batch. The rate is set back, since the next look-up reads it.
@@ -313,18 +319,13 @@ class PecModule:
             # again.
             with torch.enable_grad():
                 rows = self.inner._lookups[share.group](share.features)
-                rows.view(-1, self._dim(share.group)).backward(ordered)
+                rows.view_as(ordered).backward(ordered)
             set_rates([self.module], before)
-
-    def _dim(self, group: int) -> int:
-        kinds = [*self.inner._sharding_type_to_sharding]
-        dim: int = self.inner._embedding_dim_for_sharding_type(kinds[group])
-        return dim
 
     def _count(self, rows: Sequence[int], group: int, part: int) -> None:
         """Count the bytes that come from other ranks, at 4 bytes per value."""
         mine = dist.get_rank(self._group)
-        self._sizes.bytes[part] += 4 * self._dim(group) * (sum(rows) - rows[mine])
+        self._sizes.bytes[part] += 4 * self._dims[group] * (sum(rows) - rows[mine])
 
 
 class _Merged(LazyAwaitable):  # type: ignore[misc]
@@ -447,11 +448,3 @@ def _turned(partition: Partition) -> Partition:
     # number argsort(merge)[n] of the batch.
     order = torch.split(torch.argsort(merge), [sum(rows) for rows in partition.sent])
     return partition._replace(order=order)
-
-
-def _divides() -> bool:
-    """Return whether TorchRec divides gradients of embeddings by the number of ranks."""
-    from torchrec.distributed.comm_ops import get_gradient_division
-
-    divides: bool = get_gradient_division()
-    return divides
