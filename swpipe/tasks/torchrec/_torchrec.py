@@ -31,30 +31,30 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def check_version(found: str | None) -> None:
+def check_version(version: str | None) -> None:
     """Raise ImportError for a missing TorchRec; warn if the tests do not run on its version."""
-    if found is None:
+    if version is None:
         raise ImportError(
             f"swpipe.tasks.torchrec needs torchrec, tested with {TESTED}, and none is installed: "
             "see the install guide, which also says how to get it without CUDA"
         )
-    series = re.match(r"(\d+)\.(\d+)", found)
+    series = re.match(r"(\d+)\.(\d+)", version)
     # Only a warning: what matters is whether the parts are there, which check_parts decides.
     if series is None or not FIRST <= tuple(map(int, series.groups())) <= LAST:
         warnings.warn(
-            f"torchrec {found} is installed, and swpipe is tested with {TESTED}. It has the "
+            f"torchrec {version} is installed, and swpipe is tested with {TESTED}. It has the "
             "private parts that swpipe uses; compare a few losses with those of TorchRec's own "
             f"pipeline, or install {NEWEST}",
             stacklevel=2,
         )
 
 
-def check_parts(found: str | None, lacks: list[str], cause: ImportError | None = None) -> None:
+def check_parts(version: str | None, lacks: list[str], cause: ImportError | None = None) -> None:
     """Raise ImportError, one line per problem, if parts are missing or an import failed."""
     if lacks or cause is not None:
         parts = lacks or [str(cause)]
         raise ImportError(
-            "\n  ".join([f"torchrec {found} is not as swpipe.tasks.torchrec uses it:", *parts])
+            "\n  ".join([f"torchrec {version} is not as swpipe.tasks.torchrec uses it:", *parts])
             + f"\ninstall {NEWEST}, with the torch and fbgemm that it goes with (see the install "
             "guide), or a newer swpipe"
         ) from cause
@@ -111,6 +111,6 @@ def torchrec_class(name: str) -> Any:
 
 def describe() -> str:
     """Return the installed versions in one line."""
-    found = {name: installed_version(name) for name in ("fbgemm-gpu", "fbgemm-gpu-cpu")}
-    fbgemm = [f"{name} {version}" for name, version in found.items() if version]
+    versions = {name: installed_version(name) for name in ("fbgemm-gpu", "fbgemm-gpu-cpu")}
+    fbgemm = [f"{name} {version}" for name, version in versions.items() if version]
     return f"torchrec {VERSION} (tested: {TESTED}), {(fbgemm or ['no fbgemm'])[0]}"

@@ -77,11 +77,11 @@ def _partition(shares: list[_Share], age: int) -> tuple[float, int, list[_Share]
     return shares[-1].work - shares[0].work, age, shares
 
 
-def _join(one: _Share, other: _Share) -> _Share:
-    few, many = sorted((one.rows, other.rows), key=len)
+def _join(share: _Share, other: _Share) -> _Share:
+    few, many = sorted((share.rows, other.rows), key=len)
     # The shorter list goes into the longer, so each row moves at most log2(rows) times.
     many.extend(few)
-    return _Share(one.work + other.work, many)
+    return _Share(share.work + other.work, many)
 
 
 def _even_out(work: Tensor, rows: Tensor) -> Tensor:
