@@ -65,7 +65,10 @@ VERSION = installed_version("torchrec")
 if VERSION is None:
     check_version(VERSION)
 
-_experimental: Any = None
+_PIPELINES = "torchrec.distributed.train_pipeline"
+pipeline_modules: list[Any] = []
+"""TorchRec's modules of pipelines."""
+
 try:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -74,11 +77,10 @@ try:
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         importlib.import_module("torchrec")
         lacks = problems()
-        # TorchRec before 1.7 lacks this module, in which torchrec_class looks for pipelines too.
-        with suppress(ImportError):
-            _experimental = importlib.import_module(
-                "torchrec.distributed.train_pipeline.experimental_pipelines"
-            )
+        # TorchRec before 1.7 lacks the second of these modules, and before 1.9 the third.
+        for name in ("train_pipelines", "experimental_pipelines", "pec_train_pipeline"):
+            with suppress(ModuleNotFoundError):
+                pipeline_modules.append(importlib.import_module(f"{_PIPELINES}.{name}"))
 except ImportError as error:
     check_parts(VERSION, [], error)
 # Missing parts first: they explain more than an unknown version number.
@@ -106,7 +108,8 @@ PLAIN_TABLES = (_FOUND["ShardedEmbeddingBagCollection"], _FOUND["ShardedEmbeddin
 
 def torchrec_class(name: str) -> Any:
     """Return a pipeline class of the installed TorchRec, or None if there is none of that name."""
-    return getattr(torchrec_pipelines, name, None) or getattr(_experimental, name, None)
+    known = (vars(module) for module in pipeline_modules)
+    return next((names[name] for names in known if name in names), None)
 
 
 def describe() -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from swpipe.tasks import torchrec as ours
+from swpipe.tasks.torchrec._torchrec import torchrec_class
 from swpipe.tasks.torchrec.pipelines.refused_arguments import signature_of
 from tests.tasks.torchrec.models import (
     CPU,
@@ -27,9 +28,7 @@ from tests.tasks.torchrec.trial import Outcome, to_the_end
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torchrec.distributed.train_pipeline import train_pipelines
-
-    experimental_pipelines = pytest.importorskip(
+    pytest.importorskip(
         "torchrec.distributed.train_pipeline.experimental_pipelines",
         reason="the classes are compared with those of TorchRec 1.8",
     )
@@ -37,16 +36,14 @@ with warnings.catch_warnings():
 PIPELINES = tuple(
     name
     for name in ours.__all__
-    if re.match("Train(Pipeline|Eval)|Eval|Prefetch", name)
-    and any(hasattr(module, name) for module in (train_pipelines, experimental_pipelines))
+    if re.match("Train(Pipeline|Eval)|Eval|Prefetch", name) and torchrec_class(name) is not None
 )
 """Those that the installed TorchRec has."""
 
 
 def theirs(name: str) -> Any:
     """TorchRec's class of that name."""
-    module = train_pipelines if hasattr(train_pipelines, name) else experimental_pipelines
-    return getattr(module, name)
+    return torchrec_class(name)
 
 
 def arguments(kind: Any) -> dict[str, Any]:
