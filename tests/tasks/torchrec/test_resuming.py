@@ -24,7 +24,7 @@ from tests.tasks.torchrec.models import (
     put_back,
     sharded,
 )
-from tests.tasks.torchrec.trial import Outcome, refusal
+from tests.tasks.torchrec.trial import Outcome, refusal, to_the_end
 
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # isort: skip
 
@@ -199,6 +199,21 @@ def test_the_number_of_the_next_batch_is_kept_until_a_reset(one_rank: Ranks) -> 
     assert (wrong, stale, exact, plan) == (0, True, True, "exact")
     assert (number, kept, reset) == (3, 3, 0)
     assert bad.startswith("ValueError: the state's next_iteration is '2'")
+
+
+def _filled() -> list[Any]:
+    pipeline = Training(Case(SEMI_SYNC, options={"start_batch": 3})).pipeline
+    pipeline.load_state_dict({**pipeline.state_dict(), "next_iteration": 5})
+    data = batches(4)
+    pipeline.fill_pipeline(data)
+    outputs = to_the_end(pipeline, data)
+    plan = "semi_sync" if pipeline.pipe.plan.stale else "exact"
+    return [len(outputs), plan, pipeline.state_dict()["next_iteration"]]
+
+
+def test_a_resumed_pass_that_is_filled_by_hand_keeps_its_batches(one_rank: Ranks) -> None:
+    """The state lies behind ``start_batch``: the plan changes before a batch is pulled."""
+    assert one_rank.run(_filled) == [[4, "semi_sync", 9]]
 
 
 def _plain(**more: Any) -> ours.StagedTrainPipeline[Any, Any]:

@@ -437,7 +437,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         self._dataloader_iter = None  # the same iterator may have been restarted
         NamedPipeline._at_stop(self)
         ends_at = self._changes_at
-        limit = None if ends_at is None else ends_at - self._done
+        # Below 0 after a state was loaded: progress() changes the plan before it pulls a batch.
+        limit = None if ends_at is None else max(0, ends_at - self._done)
         return Pass(source, keep_back=self._keep_back, limit=limit, pull=self._pull)
 
     def _at_stop(self) -> None:
