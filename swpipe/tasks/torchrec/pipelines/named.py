@@ -138,9 +138,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         if "_next_batch" in self._overrides:
             self.batches: deque[In] = deque()
             self._pull = self._pulled
-        ours = self.arguments
-        signature = ours or signature_of(self._original)
-        self._given = given = bound(self, signature, args, kwargs, ours=ours is not None)
+        given = bound(self, args, kwargs)
+        self._given = given
         self._model: nn.Module = given["model"]
         self._optimizer_given: torch.optim.Optimizer = given["optimizer"]
         self._keep_back = 0 if given.get("execute_all_batches", True) else self.form.left
