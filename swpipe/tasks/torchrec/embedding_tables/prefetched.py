@@ -255,7 +255,8 @@ class _State:
             slots = module.tables if module.cache is None else module.cache
             slots.decrement_counter(state.update_slot_indices, state.unique_table_ids)
         # Released once only: a second decrement would unpin rows of other batches.
-        self._counted = self._pinned = False
+        self._counted = False
+        self._pinned = False
 
     def _backward_ran(self, *_: object) -> None:
         self._pinned = False

@@ -68,7 +68,8 @@ class Pass(Iterator[Any]):
         pull: Callable[[Iterator[Any]], Any] | None = None,
     ) -> None:
         self.source = source
-        self.stopped = self.ended = False
+        self.stopped = False
+        self.ended = False
         self._keep_back = keep_back
         self._left = limit
         self._pull = pull

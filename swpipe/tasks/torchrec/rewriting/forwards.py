@@ -171,7 +171,8 @@ class SplitForward(PrefetchForward):
         self._check(args, kwargs)
         seam = None
         if self.cuts:
-            seam = context.seams[self._name] = Seam(self.iteration)
+            seam = Seam(self.iteration)
+            context.seams[self._name] = seam
         return _each(embeddings, lambda awaitable: _LookedUp(awaitable, self.iteration, seam))
 
 

@@ -173,7 +173,8 @@ class PecModule:
             prev_ctx=None if before is None else before.context,
             prev_dist_input=None if before is None else before.features,
         )
-        self._last = batch = Batch(ctx.iter_idx, context, features, masks, before)
+        batch = Batch(ctx.iter_idx, context, features, masks, before)
+        self._last = batch
         # For _look_up_late, which gets the module's context and not the batch.
         context.pec_batch = batch
         return batch

@@ -271,7 +271,8 @@ class Rewrite:
             if self._releases is not None:
                 inputs = self._releases.lent(inputs)
             args, kwargs = module.preprocess_input(*inputs)
-            module_context = context.module_contexts[name] = module.create_context()
+            module_context = module.create_context()
+            context.module_contexts[name] = module_context
             request = module.input_dist(module_context, *args, **kwargs)
             context.input_dist_splits_requests[name] = request
         if self._releases is not None:
@@ -297,8 +298,9 @@ class Rewrite:
             forward.set_context(context)
             forward.iteration = iteration
             forward.replayed = replayed
+        results = context.computed
         for postproc in self.postprocs:
-            postproc.results = results = context.computed
+            postproc.results = results
             postproc.checks = results is not None and results.iteration == iteration
 
     def watching(
