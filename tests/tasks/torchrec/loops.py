@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 
 from swpipe.tasks import torchrec as ours
-from swpipe.tasks.torchrec._torchrec import torchrec_class
 from swpipe.tasks.torchrec.pipelines.refused_arguments import signature_of
 from tests.tasks.torchrec.models import (
     CPU,
@@ -28,22 +28,30 @@ from tests.tasks.torchrec.trial import Outcome, to_the_end
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pytest.importorskip(
+    from torchrec.distributed.train_pipeline import train_pipelines
+
+    experimental_pipelines = pytest.importorskip(
         "torchrec.distributed.train_pipeline.experimental_pipelines",
         reason="the classes are compared with those of TorchRec 1.8",
     )
+    MODULES = [train_pipelines, experimental_pipelines]
+    if find_spec("torchrec.distributed.train_pipeline.pec_train_pipeline"):  # since TorchRec 1.9
+        from torchrec.distributed.train_pipeline import pec_train_pipeline
+
+        MODULES.append(pec_train_pipeline)
 
 PIPELINES = tuple(
     name
     for name in ours.__all__
-    if re.match("Train(Pipeline|Eval)|Eval|Prefetch", name) and torchrec_class(name) is not None
+    if re.match("Train(Pipeline|Eval)|Eval|Prefetch", name)
+    and any(hasattr(module, name) for module in MODULES)
 )
 """Those that the installed TorchRec has."""
 
 
 def theirs(name: str) -> Any:
     """TorchRec's class of that name."""
-    return torchrec_class(name)
+    return next(getattr(module, name) for module in MODULES if hasattr(module, name))
 
 
 def arguments(kind: Any) -> dict[str, Any]:

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from swpipe.tasks import torchrec as ours
-from swpipe.tasks.torchrec._torchrec import pipeline_modules
-from swpipe.tasks.torchrec._torchrec import torchrec_pipelines as train_pipelines
 from swpipe.tasks.torchrec.pipelines.refused_arguments import REASONS
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.computing import TWO, computing, permutes
 from tests.tasks.torchrec.loops import (
+    MODULES,
     PIPELINES,
     arguments,
     made,
     theirs,
+    train_pipelines,
     trained,
 )
 from tests.tasks.torchrec.models import (
@@ -98,7 +98,7 @@ def test_every_class_of_torchrecs_can_be_imported() -> None:
     assert all(issubclass(getattr(ours, name), base) for name in NAMES)
     found = {
         name
-        for module in pipeline_modules
+        for module in MODULES
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, base) and value is not base
     }
