@@ -138,7 +138,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         if "_next_batch" in self._overrides:
             self.batches: deque[In] = deque()
             self._pull = self._pulled
-        given = bound(self, args, kwargs)
+        signature = self.arguments or signature_of(self._original)
+        given = bound(self, signature, args, kwargs)
         self._given = given
         self._model: nn.Module = given["model"]
         self._optimizer_given: torch.optim.Optimizer = given["optimizer"]

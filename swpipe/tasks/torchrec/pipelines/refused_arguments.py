@@ -47,7 +47,9 @@ TAKEN = frozenset(
 """The arguments of TorchRec's pipelines that are accepted with any value."""
 
 
-def bound(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bound(
+    owner: Any, signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments of a pipeline by name.
 
     Raises:
@@ -56,7 +58,6 @@ def bound(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
         TypeError: The class does not take these arguments.
     """
     name = type(owner).__name__
-    signature = owner.arguments or signature_of(owner._original)
     try:
         call = signature.bind(*args, **kwargs)
     except TypeError as error:
