@@ -4,7 +4,8 @@
 # VENV    the environment: another Python's tests are make test PYTHON=python3.13 VENV=.venv-3.13
 # ARGS    passed on to the command behind test, bench and demo: make test ARGS="-k shortcut -x -n 0"
 # MINUTES  how long test-long takes, about
-# TORCHREC  the version that test-torchrec runs on; TORCH and FBGEMM those that go with it
+# TORCHREC  the version that test-torchrec runs on, and with TORCH peer-tests; TORCH and FBGEMM those
+#         that go with it
 
 PYTHON ?= python3
 ARGS ?=
@@ -153,10 +154,10 @@ test-torchrec: $(if $(TORCH),$(OTHER)/.test,$(VENV)/torchrec-$(TORCHREC)) ## run
 mutants: $(VENV)/.test ## plant each fault of tests/mutants, and list those that no test finds; ARGS names rooms
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
-peer-tests: $(VENV)/.test ## run TorchRec's own pipeline tests, from the checkout TORCHREC_TESTS=path, on ours
+peer-tests: $(if $(TORCH),$(OTHER),$(VENV))/.test ## run TorchRec's own pipeline tests, from the checkout TORCHREC_TESTS=path, on ours
 	@test -n "$(TORCHREC_TESTS)" || { \
 	  echo "name a checkout of TorchRec: make peer-tests TORCHREC_TESTS=path" >&2; exit 1; }
-	@$(BIN)/python -m tests.peer $(TORCHREC_TESTS) $(ARGS)
+	@$(if $(TORCH),$(OTHER),$(VENV))/bin/python -m tests.peer $(TORCHREC_TESTS) $(ARGS)
 
 bench: $(VENV)/.bench ## measure the engine's costs beside other engines', in one run
 	@$(BIN)/python -m bench $(ARGS)

@@ -33,7 +33,7 @@ def sources() -> dict[str, str]:
         whole = find(part)
         if inspect.isclass(whole):
             made = ["__init__"] if part.takes is not None or part.has else []
-            for name in (*made, *part.members()):
+            for name in (*made, *part.calls, *part.replaces, *part.has.split()):
                 if source := source_of(getattr(whole, name, None)):
                     found[f"{part}.{name}"] = source
         elif inspect.isfunction(whole):

@@ -5,10 +5,11 @@
 Two gloo ranks with one torch thread each train the DLRM of ``bench.dlrm`` with batches of 16 and
 256 rows per rank. All contenders take turns within each round (``bench.contest``), and all exact
 ones must end with the same parameters, bit for bit. Each row is a plan of swpipe over the class of
-TorchRec's that is best on that link; the best exact plan has a bar. "Uncut" plans run one backward
-for the dense part and the tables, which the host does sooner, and which overlaps less.
-"pipeline_forward" is ``TrainPipelineBase`` with that option, and also stands beside TorchRec's own
-base pipeline, which has no more batches in flight.
+TorchRec's that is best on that link; the best exact plan has a bar. A row of the lower bound, which
+no exact plan can be below (``bench.sparse_bound``), says how far a plan could get. "Uncut" plans
+run one backward for the dense part and the tables, which the host does sooner, and which overlaps
+less. "pipeline_forward" is ``TrainPipelineBase`` with that option, and also stands beside
+TorchRec's own base pipeline, which has no more batches in flight.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from bench.measure import Row, compared
+from bench.sparse_bound import bounds
 
 if TYPE_CHECKING:
     from bench.contest import Contest
@@ -44,19 +46,19 @@ def rows(rounds: int = 9, steps: int = 6) -> list[Row]:
     for model in ("DLRM", "towers"):
         for batch in BATCHES:
             size = replace(Size(), batch=batch)
-            found: Contest = on_ranks(contest, model, [*BARS], rounds, steps, size)[0]
-            if found.differ:
-                raise ValueError(f"batch {batch}: not the numbers of TorchRec's: {found.differ}")
-            table += _rows(f"{model}, batch {batch}", found)
+            measured: Contest = on_ranks(contest, model, [*BARS], rounds, steps, size)[0]
+            if measured.differ:
+                raise ValueError(f"batch {batch}: not the numbers of TorchRec's: {measured.differ}")
+            table += _rows(f"{model}, batch {batch}", measured)
     return table
 
 
-def _rows(what: str, found: Contest) -> Iterator[Row]:
+def _rows(what: str, measured: Contest) -> Iterator[Row]:
     from bench.contenders import CONTENDERS
 
     exact = [c for c in CONTENDERS if not c.stale]
     stale = [c.name for c in CONTENDERS if c.ours and c.stale]
-    for latency, by_name in found.ms.items():
+    for latency, by_name in measured.ms.items():
         medians = {name: median(ms) for name, ms in by_name.items()}
         theirs = min((c.name for c in exact if not c.ours), key=medians.__getitem__)
         ours = sorted((c.name for c in exact if c.ours), key=medians.__getitem__)
@@ -64,6 +66,9 @@ def _rows(what: str, found: Contest) -> Iterator[Row]:
         for name in (*ours, *stale):
             bar = BARS[latency] if name == ours[0] else None
             yield _row(f"{where}: {name} over {theirs}", by_name, name, theirs, bar)
+        bound_ms = [bounds(parts, latency).ii_us / 1e3 for parts in measured.parts[latency]]
+        what = f"{where}: the bound over {theirs}"
+        yield compared(what, bound_ms, by_name[theirs], "ms", theirs)
         yield _row(f"{where}: {FORWARD} over {BASE}", by_name, FORWARD, BASE, FORWARD_BAR)
 
 

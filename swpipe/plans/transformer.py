@@ -106,6 +106,8 @@ class LayerStep(NamedTuple):
 
 Steps: TypeAlias = tuple[LayerStep, ...]
 
+Streams: TypeAlias = tuple[StreamRef, StreamRef]
+
 _Numbered: TypeAlias = tuple[int, LayerKind]
 
 
@@ -264,13 +266,7 @@ def _around(side: Side, kinds: Sequence[LayerKind] | None, *nodes: str) -> list[
     return [] if kinds is None else [LayerStep(side, None, node) for node in nodes]
 
 
-def layer_overlap_plan(
-    layers: Sequence[LayerKind],
-    *,
-    comp_stream: StreamRef = None,
-    comm_stream: StreamRef = "comm",
-    shared: bool = False,
-) -> PipelinePlan:
+def layer_overlap_plan(layers: Sequence[LayerKind], *, shared: bool = False) -> PipelinePlan:
     """Return the plan that trains on one microbatch in each iteration.
 
     The forward pass is in stage 0 and the backward pass in stage 1. Each period runs the forward
@@ -279,34 +275,29 @@ def layer_overlap_plan(
 
     Args:
         layers: The kinds of the chunk's layers, in order.
-        comp_stream: The stream of computation; None for the caller's stream.
-        comm_stream: The stream of exchanges.
         shared: Whether several steps use the same parameter, for example a tied embedding. If so, a
             microbatch's backward pass begins after that of the previous microbatch has ended.
     """
     order = chunk_order(layers, layers, hooks=False)
     stages = {step: 0 if step.side == "f" else 1 for step in order}
     # "f.end" computes the gradient with which "b.begin" starts.
-    return _plan(order, stages, (comp_stream, comm_stream), joined=True, shared=shared)
+    return _plan(order, stages, joined=True, shared=shared)
 
 
-def paired_plan(
-    order: Steps, *, comp_stream: StreamRef = None, comm_stream: StreamRef = "comm"
-) -> PipelinePlan:
+def paired_plan(order: Steps, streams: Streams = (None, "comm")) -> PipelinePlan:
     """Return the plan of one call: a forward pass and a backward pass in the given order.
 
     Args:
         order: The result of ``pair_order`` or ``chunk_order``.
-        comp_stream: The stream of computation; None for the caller's stream.
-        comm_stream: The stream of exchanges.
+        streams: The streams of computation and of exchanges; None for the caller's stream.
     """
-    return _plan(order, dict.fromkeys(order, 0), (comp_stream, comm_stream), depth=2)
+    return _plan(order, dict.fromkeys(order, 0), streams, depth=2)
 
 
 def _plan(
     order: Steps,
     stages: dict[LayerStep, int],
-    streams: tuple[StreamRef, StreamRef],
+    streams: Streams = (None, "comm"),
     *,
     depth: int | None = None,
     joined: bool = False,

@@ -77,16 +77,19 @@ def _miscalled() -> list[str]:
 
 
 def test_every_plan_stands_beside_torchrecs_best_exact_class() -> None:
-    """The best of ours has a bar; stale ones and the others inform."""
+    """The best of ours has a bar; stale ones, the others and the bound inform."""
     ms = {one.name: [20.0, 22.0] for one in module.CONTENDERS}
     ms |= {"TorchRec semi-sync": [1.0, 1.0], "TorchRec fused": [10.0, 11.0], "split": [9.0, 9.9]}
-    rows = [*torchrec_links._rows("DLRM", Contest(ms={5.0: ms}))]
+    rows = [*torchrec_links._rows("DLRM", Contest(ms={5.0: ms}, parts={5.0: [MS, MS]}))]
     assert rows[0].what == "DLRM, L = 5 ms: split over TorchRec fused"
     assert rows[0].bar == torchrec_links.BARS[5.0]
     assert rows[0].ratio is not None
     assert rows[0].ratio.median == pytest.approx(0.9)
     assert [row.bar for row in rows[1:]] == [None] * (len(rows) - 2) + [1.0]
-    assert len(rows) == sum(one.ours for one in module.CONTENDERS) + 1
+    assert len(rows) == sum(one.ours for one in module.CONTENDERS) + 2
+    bound = rows[-2]
+    assert bound.what == "DLRM, L = 5 ms: the bound over TorchRec fused"
+    assert bound.ours == "15.00 [15.00 .. 15.00] ms"
 
 
 def test_a_class_is_timed_beside_torchrecs(two_ranks: Ranks) -> None:

@@ -120,8 +120,6 @@ def _extend_packages(checkout: Path) -> None:
 
 
 def _use_our_pipelines() -> None:
-    for name in ("train_pipelines", "experimental_pipelines"):
-        importlib.import_module(f"torchrec.distributed.train_pipeline.{name}")
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("torchrec.distributed.train_pipeline"):
             for name in ours.__all__:

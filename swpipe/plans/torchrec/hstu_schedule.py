@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -40,7 +41,7 @@ from swpipe.schedulable import (
     TaskContext,
     ThreadedExecutor,
 )
-from swpipe.schedulable.executors import ThreadMap as MadeMap
+from swpipe.schedulable.executors import ThreadMap as NamedMap
 from swpipe.schedulable.executors import threads_of
 from swpipe.schedulable.schedule_rules import check_stages
 from swpipe.schedulable.translation import translate
@@ -48,10 +49,11 @@ from swpipe.schedulable.translation import translate
 IO = ("h2d", "start_shuffle", "finish_shuffle")
 DATA_DIST = ("start_input_dist", "wait_input_dist")
 PREFETCH = "prefetch_embeddings"
+BARRIER = "nccl_safety_barrier"
 COMPUTE = (
     "global_tokens_allreduce",
     "zero_grad",
-    "nccl_safety_barrier",
+    BARRIER,
     "compute_output_dist",
     "dense_forward",
     "backward",
@@ -73,18 +75,19 @@ CALLER = "compute"
 ThreadMap: TypeAlias = str | Mapping[str, str] | Callable[[Task], str] | None
 
 
-def _threads(io: str, data_dist: str, prefetch: str) -> dict[str, str]:
+def _each(io: Any, data_dist: Any, prefetch: Any, others: Any = CALLER) -> dict[str, Any]:
+    """Return a value for each task, given those of the three groups that run ahead."""
     groups = {**dict.fromkeys(IO, io), **dict.fromkeys(DATA_DIST, data_dist), PREFETCH: prefetch}
-    return {name: groups.get(name, CALLER) for name in TASKS}
+    return {name: groups.get(name, others) for name in TASKS}
 
 
 HSTU_THREAD_MAPS: dict[str, dict[str, str]] = {
-    "default": _threads("io", CALLER, CALLER),
-    "by_stream": _threads(*STREAMS),
-    "io_prefetch_compute": _threads("io", CALLER, "prefetch"),
-    "io_data_dist_compute": _threads("io", "data_dist", CALLER),
-    "io_data_dist_prefetch_compute": _threads("io", "data_dist", "prefetch"),
-    "all_noncritical_on_io": _threads("io", "io", "io"),
+    "default": _each("io", CALLER, CALLER),
+    "by_stream": _each(*STREAMS),
+    "io_prefetch_compute": _each("io", CALLER, "prefetch"),
+    "io_data_dist_compute": _each("io", "data_dist", CALLER),
+    "io_data_dist_prefetch_compute": _each("io", "data_dist", "prefetch"),
+    "all_noncritical_on_io": _each("io", "io", "io"),
 }
 """Preset to the thread of each task; "compute" is the caller's thread (seed section 5.5)."""
 
@@ -131,61 +134,58 @@ def hstu_schedule(
     if type(prefetch_depth) is not int or prefetch_depth < 1:
         raise ValueError(f"prefetch_depth is {prefetch_depth!r}: give batches, 1 or more")
     # A batch is copied one period before its ids are exchanged, hence K + 1.
-    ahead = {"lookahead": prefetch_depth + 1, "stream": "memcpy"}
-    ids = {"lookahead": prefetch_depth, "stream": "data_dist", "nccl": True}
-    fetched = {"lookahead": 1, "stream": "prefetch"}
-    last = PREFETCH if prefetch else "wait_input_dist"
+    lookaheads = _each(prefetch_depth + 1, prefetch_depth, 1, 0)
+    streams = _each(*STREAMS, "default")
+    collectives = {*_COLLECTIVES, *(IO[1:] if shuffled else ())}
+    waits = _waits(prefetch)
+    tasks = []
+    for name in IN_PERIOD:
+        if prefetch or name != PREFETCH:
+            own: dict[str, Any] = {
+                "lookahead": lookaheads[name],
+                "stream": streams[name],
+                "nccl": name in collectives,
+                **waits.get(name, {}),
+            }
+            tasks.append(StepTask(name, **{**own, **changes.get(name, {})}))
+    return Schedule((Stage(tuple(tasks)),), ("default", *STREAMS))
+
+
+_COLLECTIVES = (
+    *DATA_DIST,
+    "global_tokens_allreduce",
+    "compute_output_dist",
+    "dense_forward",
+    "backward",
+    "finalize_model_grads",
+)
+"""The tasks that launch collectives with any shuffler."""
+
+
+def _waits(prefetch: bool) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Return the tasks that each task waits for, by field of ``Task``."""
+    last = PREFETCH if prefetch else DATA_DIST[1]
     # The tasks of one batch depend on each other in sequence: with this chain the verifier can
     # prove that no two of them race.
-    waits: dict[str, dict[str, Any]] = {
-        "h2d": ahead,
-        "start_shuffle": {**ahead, "nccl": shuffled, "depends_on": ("h2d",)},
-        "finish_shuffle": {**ahead, "nccl": shuffled, "depends_on": ("start_shuffle",)},
-        "start_input_dist": {**ids, "depends_on": ("finish_shuffle",)},
-        "wait_input_dist": {**ids, "depends_on": ("start_input_dist",)},
-        PREFETCH: {
-            **fetched,
-            "depends_on": ("wait_input_dist",),
-            # Not an order of one batch: the prefetch of the next batch waits for this period's
-            # forward.
-            "same_progress_sync": ("dense_forward",),
-        },
-        "global_tokens_allreduce": {"nccl": True, "depends_on": (last,)},
-        "zero_grad": {
-            "depends_on": ("global_tokens_allreduce",),
-            # The gradients of the batch before must have been used before they are cleared.
-            "cross_iter_depends_on": ("optimizer_step",),
-        },
-        # compute_output_dist depends on this task, so that its collectives come after those of this
-        # period's shuffle.
-        "nccl_safety_barrier": {"same_progress_sync": ("finish_shuffle",)},
-        "compute_output_dist": {
-            "nccl": True,
-            "depends_on": (last, "zero_grad", "global_tokens_allreduce", "nccl_safety_barrier"),
-            # Tables and learning rates are those that the batch before has written.
-            "cross_iter_depends_on": ("optimizer_step",),
-        },
-        "dense_forward": {
-            "nccl": True,
-            "depends_on": ("compute_output_dist",),
-            "cross_iter_depends_on": ("optimizer_step",),
-        },
-        "backward": {
-            "nccl": True,
-            "depends_on": ("dense_forward",),
-            # See the module: with a prefetch task, its keys are counted before this backward.
-            "same_progress_sync": (PREFETCH,) if prefetch else (),
-        },
-        "finalize_model_grads": {"nccl": True, "depends_on": ("backward",)},
-        "optimizer_step": {"depends_on": ("finalize_model_grads",)},
-        "watchdog_step": {"depends_on": ("optimizer_step",)},
+    chain = [name for name in TASKS if name != BARRIER and (prefetch or name != PREFETCH)]
+    waits: dict[str, dict[str, tuple[str, ...]]] = {
+        name: {"depends_on": (before,)} for before, name in pairwise(chain)
     }
-    tasks = [
-        StepTask(name, **{**waits[name], **changes.get(name, {})})
-        for name in IN_PERIOD
-        if prefetch or name != PREFETCH
-    ]
-    return Schedule((Stage(tuple(tasks)),), ("default", *STREAMS))
+    # compute_output_dist depends on the barrier, so that its collectives come after those of this
+    # period's shuffle.
+    waits[BARRIER] = {"same_progress_sync": ("finish_shuffle",)}
+    inputs = (last, "zero_grad", "global_tokens_allreduce", BARRIER)
+    waits["compute_output_dist"] = {"depends_on": inputs}
+    # Gradients are cleared after the batch before has used them. Tables, learning rates and
+    # parameters are those that it has written.
+    for name in ("zero_grad", "compute_output_dist", "dense_forward"):
+        waits[name]["cross_iter_depends_on"] = ("optimizer_step",)
+    if prefetch:
+        # Not orders of one batch: the prefetch of the next batch waits for this period's forward,
+        # and this period's backward for that prefetch. See the module.
+        waits[PREFETCH]["same_progress_sync"] = ("dense_forward",)
+        waits["backward"]["same_progress_sync"] = (PREFETCH,)
+    return waits
 
 
 def hstu_plan(schedule: Schedule, thread_map: ThreadMap, *, threaded: bool = True) -> PipelinePlan:
@@ -203,19 +203,19 @@ def hstu_plan(schedule: Schedule, thread_map: ThreadMap, *, threaded: bool = Tru
         TypeError, ValueError: ``thread_map`` has the wrong type or an unknown value.
     """
     tasks = schedule.all_tasks()
-    made = _made(thread_map, {task.name for task in tasks})
-    executor = ThreadedExecutor(made) if threaded else SequentialExecutor()
+    named = _named(thread_map, {task.name for task in tasks})
+    executor = ThreadedExecutor(named) if threaded else SequentialExecutor()
     threads, problems = threads_of(executor, tasks)
     # The pool has no streams: the plan names them, and the engine creates them.
     pool = StreamPool(dict.fromkeys(("default", *STREAMS)))
     check_stages(schedule, pool, problems)
     plan = translate(schedule, pool, threads)
     # The functions come from the task set, which the caller gives to the pipeline with the plan.
-    named = [name for name in STREAMS if any(task.stream == name for task in tasks)]
-    return replace(plan, tasks=(), streams=dict.fromkeys(named, StreamSpec(priority=-1)))
+    streams = [name for name in STREAMS if any(task.stream == name for task in tasks)]
+    return replace(plan, tasks=(), streams=dict.fromkeys(streams, StreamSpec(priority=-1)))
 
 
-def _made(thread_map: ThreadMap, there: Collection[str]) -> MadeMap:
+def _named(thread_map: ThreadMap, present: Collection[str]) -> NamedMap:
     """Return the thread map for the tasks that are in the schedule."""
     if thread_map is None:
         thread_map = HSTU_DEFAULT_THREAD_MAP
@@ -235,5 +235,5 @@ def _made(thread_map: ThreadMap, there: Collection[str]) -> MadeMap:
         for name, thread in renamed(thread_map).items()
         # A preset names all fifteen tasks, also where there is no prefetch task. Unknown names stay
         # in the map, so that they are reported.
-        if name in there or name not in TASKS
+        if name in present or name not in TASKS
     }

@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+# For type checkers, to which ``__getattr__`` would give each name the type Any.
 if TYPE_CHECKING:
     from swpipe.tasks.torchrec._torchrec import PipelineStage
     from swpipe.tasks.torchrec.embedding_tables.released import MemoryOptions
@@ -118,11 +119,13 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
         refused = import_module(".pipelines.refused_arguments", __name__).ELSEWHERE
         theirs = vars(import_module("torchrec.distributed.train_pipeline"))
+        # Refused classes hide TorchRec's, so that a script learns what to use instead.
         known = {**theirs, **refused}
         if name in known:
             return known[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}, nor has TorchRec's")
 
 
+# Completion in a shell would otherwise offer only the names that have been loaded.
 def __dir__() -> list[str]:
     return [*globals(), *__all__]

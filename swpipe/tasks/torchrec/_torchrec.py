@@ -31,30 +31,30 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def check_version(found: str | None) -> None:
+def check_version(version: str | None) -> None:
     """Raise ImportError for a missing TorchRec; warn if the tests do not run on its version."""
-    if found is None:
+    if version is None:
         raise ImportError(
             f"swpipe.tasks.torchrec needs torchrec, tested with {TESTED}, and none is installed: "
             "see the install guide, which also says how to get it without CUDA"
         )
-    series = re.match(r"(\d+)\.(\d+)", found)
+    series = re.match(r"(\d+)\.(\d+)", version)
     # Only a warning: what matters is whether the parts are there, which check_parts decides.
     if series is None or not FIRST <= tuple(map(int, series.groups())) <= LAST:
         warnings.warn(
-            f"torchrec {found} is installed, and swpipe is tested with {TESTED}. It has the "
+            f"torchrec {version} is installed, and swpipe is tested with {TESTED}. It has the "
             "private parts that swpipe uses; compare a few losses with those of TorchRec's own "
             f"pipeline, or install {NEWEST}",
             stacklevel=2,
         )
 
 
-def check_parts(found: str | None, lacks: list[str], cause: ImportError | None = None) -> None:
+def check_parts(version: str | None, lacks: list[str], cause: ImportError | None = None) -> None:
     """Raise ImportError, one line per problem, if parts are missing or an import failed."""
     if lacks or cause is not None:
         parts = lacks or [str(cause)]
         raise ImportError(
-            "\n  ".join([f"torchrec {found} is not as swpipe.tasks.torchrec uses it:", *parts])
+            "\n  ".join([f"torchrec {version} is not as swpipe.tasks.torchrec uses it:", *parts])
             + f"\ninstall {NEWEST}, with the torch and fbgemm that it goes with (see the install "
             "guide), or a newer swpipe"
         ) from cause
@@ -65,7 +65,10 @@ VERSION = installed_version("torchrec")
 if VERSION is None:
     check_version(VERSION)
 
-_experimental: Any = None
+_PIPELINES = "torchrec.distributed.train_pipeline"
+pipeline_modules: list[Any] = []
+"""TorchRec's modules of pipelines."""
+
 try:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -74,11 +77,10 @@ try:
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         importlib.import_module("torchrec")
         lacks = problems()
-        # TorchRec before 1.7 lacks this module, in which torchrec_class looks for pipelines too.
-        with suppress(ImportError):
-            _experimental = importlib.import_module(
-                "torchrec.distributed.train_pipeline.experimental_pipelines"
-            )
+        # TorchRec before 1.7 lacks the second of these modules, and before 1.9 the third.
+        for name in ("train_pipelines", "experimental_pipelines", "pec_train_pipeline"):
+            with suppress(ModuleNotFoundError):
+                pipeline_modules.append(importlib.import_module(f"{_PIPELINES}.{name}"))
 except ImportError as error:
     check_parts(VERSION, [], error)
 # Missing parts first: they explain more than an unknown version number.
@@ -106,11 +108,12 @@ PLAIN_TABLES = (_FOUND["ShardedEmbeddingBagCollection"], _FOUND["ShardedEmbeddin
 
 def torchrec_class(name: str) -> Any:
     """Return a pipeline class of the installed TorchRec, or None if there is none of that name."""
-    return getattr(torchrec_pipelines, name, None) or getattr(_experimental, name, None)
+    known = (vars(module) for module in pipeline_modules)
+    return next((names[name] for names in known if name in names), None)
 
 
 def describe() -> str:
     """Return the installed versions in one line."""
-    found = {name: installed_version(name) for name in ("fbgemm-gpu", "fbgemm-gpu-cpu")}
-    fbgemm = [f"{name} {version}" for name, version in found.items() if version]
+    versions = {name: installed_version(name) for name in ("fbgemm-gpu", "fbgemm-gpu-cpu")}
+    fbgemm = [f"{name} {version}" for name, version in versions.items() if version]
     return f"torchrec {VERSION} (tested: {TESTED}), {(fbgemm or ['no fbgemm'])[0]}"

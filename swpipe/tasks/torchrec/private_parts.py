@@ -42,10 +42,6 @@ class Part:
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
 
-    def members(self) -> list[str]:
-        """Return the names of its methods and attributes."""
-        return [*self.calls, *self.replaces, *self.has.split()]
-
 
 def _parts(module: str, *names: str, **parts: Mapping[str, Any]) -> Iterator[Part]:
     yield from (Part(module=module, name=name) for name in names)
@@ -116,7 +112,7 @@ PARTS: tuple[Part, ...] = (
     *_parts(_PIPELINE, "train_pipelines"),
     *_parts(
         f"{_DISTRIBUTED}.types",
-        Awaitable={"calls": {"wait": ""}, "replaces": {"_wait_impl": ""}},
+        Awaitable={"replaces": {"_wait_impl": ""}},
         LazyAwaitable={"takes": ""},
         LazyGetItemMixin={},
         ShardedModule={
@@ -141,18 +137,15 @@ PARTS: tuple[Part, ...] = (
     *_parts(
         f"{_DISTRIBUTED}.model_parallel",
         get_unwrapped_module={"takes": "module"},
-        DMPCollection={"calls": {"sync": ""}},
+        DMPCollection={},
     ),
     *_parts(f"{_DISTRIBUTED}.embeddingbag", ShardedEmbeddingBagCollection={"has": _READ}),
     *_parts(f"{_DISTRIBUTED}.embedding", ShardedEmbeddingCollection={"has": _READ}),
     *_parts("torchrec.optim.fused", "FusedOptimizer"),
     *_parts(
         "torchrec",
-        JaggedTensor={"calls": {"values": "", "lengths": "", "weights_or_none": ""}},
-        KeyedJaggedTensor={
-            "calls": {"keys": "", "values": "", "lengths": "", "weights_or_none": ""},
-            "has": "_values _weights _lengths _offsets _jt_dict",
-        },
+        "JaggedTensor",
+        KeyedJaggedTensor={"has": "_values _weights _lengths _offsets _jt_dict"},
     ),
 )  # fmt: skip
 

@@ -35,7 +35,7 @@ from swpipe.core.task import PipelineTask, TaskFn
 from swpipe.device import Device
 from swpipe.distributed import differences, gather, name_ranks, plan_facts
 from swpipe.pipeline import SWPipeline
-from swpipe.plans.transformer import LayerStep, Steps, paired_plan
+from swpipe.plans.transformer import LayerStep, Steps, Streams, paired_plan
 from swpipe.tasks.transformer.schedule_node import as_leaf, get_comm_stream, get_comp_stream
 
 MOST_PIPELINES = 32
@@ -107,12 +107,14 @@ class _Pipelines(threading.local):
 
     def of(self, order: Steps, device: Device) -> SWPipeline[PairContext]:
         """Return the pipeline that runs an order; the first call for an order makes it."""
-        streams = (get_comp_stream(), get_comm_stream()) if device.has_streams else (None, "comm")
+        streams: Streams = (None, "comm")
+        if device.has_streams:
+            streams = (get_comp_stream(), get_comm_stream())
         # The streams belong to the key, since ``set_streams`` can change them between calls.
         key = (order, device.name, streams)
         if key not in self._made:
             self._made[key] = SWPipeline(
-                paired_plan(order, comp_stream=streams[0], comm_stream=streams[1]),
+                paired_plan(order, streams),
                 [PipelineTask(step.name, step_function(step)) for step in order],
                 device=device,
                 context=PairContext,

@@ -359,11 +359,6 @@ class TransformerLayerSchedulePlan:
         first = (self.attn, self.moe_dispatch, self.mlp)
         return (*first, self.moe_combine, self.mtp_post_process)
 
-    @property
-    def pre_dispatch_computation(self) -> Any:
-        """The node ``attn``, by Megatron's name."""
-        return self.attn
-
     def get_fp8_context(self) -> AbstractContextManager[None]:
         """Return a context for the layer's computation that does nothing: no layer uses FP8."""
         return nullcontext()

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -33,20 +34,24 @@ with warnings.catch_warnings():
         "torchrec.distributed.train_pipeline.experimental_pipelines",
         reason="the classes are compared with those of TorchRec 1.8",
     )
+    MODULES = [train_pipelines, experimental_pipelines]
+    if find_spec("torchrec.distributed.train_pipeline.pec_train_pipeline"):  # since TorchRec 1.9
+        from torchrec.distributed.train_pipeline import pec_train_pipeline
+
+        MODULES.append(pec_train_pipeline)
 
 PIPELINES = tuple(
     name
     for name in ours.__all__
     if re.match("Train(Pipeline|Eval)|Eval|Prefetch", name)
-    and any(hasattr(module, name) for module in (train_pipelines, experimental_pipelines))
+    and any(hasattr(module, name) for module in MODULES)
 )
 """Those that the installed TorchRec has."""
 
 
 def theirs(name: str) -> Any:
     """TorchRec's class of that name."""
-    module = train_pipelines if hasattr(train_pipelines, name) else experimental_pipelines
-    return getattr(module, name)
+    return next(getattr(module, name) for module in MODULES if hasattr(module, name))
 
 
 def arguments(kind: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def test_prefetched_ids_are_held_for_the_stream_that_looks_up() -> None:
     device, ids, module_context = Streams(), torch.arange(3), SimpleNamespace()
     module = SimpleNamespace(compute_and_output_dist=lambda context, data: data * 2)
     forward = PrefetchForward("tables", None, module, device)
-    context = SparseDistContext(index=0, version=1)
+    context = SparseDistContext(index=0)
     context.module_input_post_prefetch["tables"] = ids
     context.module_contexts_post_prefetch["tables"] = module_context
     forward.set_context(context)

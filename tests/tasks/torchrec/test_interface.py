@@ -19,9 +19,9 @@ from swpipe.tasks.torchrec.pipelines.refused_arguments import REASONS
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.computing import TWO, computing, permutes
 from tests.tasks.torchrec.loops import (
+    MODULES,
     PIPELINES,
     arguments,
-    experimental_pipelines,
     made,
     theirs,
     train_pipelines,
@@ -93,12 +93,12 @@ def test_a_class_without_a_counterpart_says_what_to_use_instead(name: str) -> No
 
 
 def test_every_class_of_torchrecs_can_be_imported() -> None:
-    """And the installed TorchRec's two modules have no other that extends TrainPipeline."""
+    """And the installed TorchRec's modules have no other that extends TrainPipeline."""
     base = train_pipelines.TrainPipeline
     assert all(issubclass(getattr(ours, name), base) for name in NAMES)
     found = {
         name
-        for module in (train_pipelines, experimental_pipelines)
+        for module in MODULES
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, base) and value is not base
     }

@@ -23,7 +23,7 @@ from swpipe.tasks.torchrec import (
     TrainStep,
 )
 from swpipe.tasks.torchrec.pipelines.pec_pipeline import DRAIN, FILL
-from swpipe.tasks.torchrec.rewriting.pec import PecTasks
+from swpipe.tasks.torchrec.rewriting.pec import PecTasks, Sizes
 from tests.support.pec_models import CPU, batches, dense_optimizer, everything, sharded
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import warmed_up
@@ -50,13 +50,15 @@ def trained(kind: str, optimizer: Any = SGD, steps: int = STEPS) -> tuple[Outcom
     dense = warmed_up(model) if optimizer == WARM_UP else dense_optimizer(model)
     tasks = SparseDistTasks(model, TrainStep([dense]), device=CPU)
     with_pec = kind in ("serial", "pec")
-    made = PecTasks(tasks, {"tables": tasks.rewrite.sharded["tables"]}) if with_pec else tasks
+    sizes = Sizes()
+    modules = {"tables": tasks.rewrite.sharded["tables"]}
+    made = PecTasks(tasks, modules, sizes) if with_pec else tasks
     plan = replace(plan_of(kind, made.tasks()), tasks=made.tasks())
     with SparseDistPipeline(tasks, plan) as pipeline:
         outputs = to_the_end(pipeline, batches(steps))
     if isinstance(made, PecTasks):
         made.close()
-        return Outcome(outputs, everything(model)), made.sizes
+        return Outcome(outputs, everything(model)), sizes
     return Outcome(outputs, everything(model)), None
 
 

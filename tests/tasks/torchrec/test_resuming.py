@@ -24,7 +24,7 @@ from tests.tasks.torchrec.models import (
     put_back,
     sharded,
 )
-from tests.tasks.torchrec.trial import Outcome, refusal
+from tests.tasks.torchrec.trial import Outcome, refusal, to_the_end
 
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # isort: skip
 
@@ -32,6 +32,7 @@ JOB = Job(optimizer=torch.optim.Adagrad, modules=2)
 STEPS = 9
 SPARSE, FUSED = "TrainPipelineSparseDist", "TrainPipelineFusedSparseDist"
 SEMI_SYNC = "TrainPipelineSemiSync"
+WRAPPERS = "torchrec.distributed.train_pipeline"
 
 
 class Case(NamedTuple):
@@ -201,6 +202,21 @@ def test_the_number_of_the_next_batch_is_kept_until_a_reset(one_rank: Ranks) -> 
     assert bad.startswith("ValueError: the state's next_iteration is '2'")
 
 
+def _filled() -> list[Any]:
+    pipeline = Training(Case(SEMI_SYNC, options={"start_batch": 3})).pipeline
+    pipeline.load_state_dict({**pipeline.state_dict(), "next_iteration": 5})
+    data = batches(4)
+    pipeline.fill_pipeline(data)
+    outputs = to_the_end(pipeline, data)
+    plan = "semi_sync" if pipeline.pipe.plan.stale else "exact"
+    return [len(outputs), plan, pipeline.state_dict()["next_iteration"]]
+
+
+def test_a_resumed_pass_that_is_filled_by_hand_keeps_its_batches(one_rank: Ranks) -> None:
+    """The state lies behind ``start_batch``: the plan changes before a batch is pulled."""
+    assert one_rank.run(_filled) == [[4, "semi_sync", 9]]
+
+
 def _plain(**more: Any) -> ours.StagedTrainPipeline[Any, Any]:
     stages = [ours.PipelineStage(name, lambda rows: rows + 1, None) for name in ("a", "b")]
     return ours.StagedTrainPipeline(stages, **more)
@@ -235,7 +251,7 @@ def test_a_staged_pipeline_is_saved_after_a_flush() -> None:
 
 def _wrapped() -> tuple[Training, Any]:
     """Three batches a step, by TorchRec's GradientAccumulationWrapper."""
-    wrapper = importlib.import_module("torchrec.distributed.train_pipeline")
+    wrapper = importlib.import_module(WRAPPERS)
     config = wrapper.GradientAccumulationConfig(is_enabled=True, num_steps=3)
     one = Training(Case(SPARSE))
     parts = one.pipeline, one.optimizer, one.model
@@ -261,6 +277,10 @@ def _resumed() -> list[Any]:
     return [said, left[0].differences(left[1]), [str(one.message) for one in warned]]
 
 
+@pytest.mark.skipif(
+    not hasattr(importlib.import_module(WRAPPERS), "GradientAccumulationConfig"),
+    reason="this TorchRec has no GradientAccumulationWrapper",
+)
 def test_an_unfinished_step_of_torchrecs_wrapper_is_not_saved(
     one_rank: Ranks, two_ranks: Ranks
 ) -> None:

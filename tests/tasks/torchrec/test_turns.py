@@ -81,7 +81,8 @@ def _looked_up(name: str, options: dict[str, Any]) -> list[str]:
     return [*found, refusal(lambda: other.progress(left))]
 
 
-def _on_a_thread() -> str:
+def _on_a_thread() -> list[str]:
+    """What another pipeline is told, and who detaches the model, before and after a drain."""
     model = sharded(Job())
     plan = plans.sparse_dist()
     apart = {name: replace(plan.schedule[name], thread_group="io") for name in plans.STREAMS}
@@ -90,13 +91,17 @@ def _on_a_thread() -> str:
     other = ours.TrainPipelineSparseDist(model, combined(model), CPU)
     with ours.SparseDistPipeline(tasks, plan) as pipeline:
         pipeline.progress(batches(5))
-        return refusal(lambda: other.progress(batches(5)))
+        refused = [refusal(lambda: other.progress(batches(5))), refusal(pipeline.detach)]
+        pipeline.drain()
+        return [*refused, refusal(pipeline.detach)]
 
 
 def test_the_model_is_not_taken_from_under_a_thread(one_rank: Ranks) -> None:
     """Threads of a plan's own may work on batches in flight between two calls."""
-    (said,) = one_rank.run(_on_a_thread)
-    assert "has batches in flight, and threads (io) work on them" in said
+    ((other, detached, drained),) = one_rank.run(_on_a_thread)
+    assert "has batches in flight, and threads (io) work on them" in other
+    assert "threads (io) work on them: call drain() first" in detached
+    assert drained == "nothing raised"
 
 
 @pytest.mark.parametrize(

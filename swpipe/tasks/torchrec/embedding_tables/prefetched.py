@@ -255,7 +255,8 @@ class _State:
             slots = module.tables if module.cache is None else module.cache
             slots.decrement_counter(state.update_slot_indices, state.unique_table_ids)
         # Released once only: a second decrement would unpin rows of other batches.
-        self._counted = self._pinned = False
+        self._counted = False
+        self._pinned = False
 
     def _backward_ran(self, *_: object) -> None:
         self._pinned = False
@@ -284,13 +285,11 @@ def _find(modules: Mapping[str, nn.Module]) -> Iterator[_Table]:
         for module in table_parts([sharded]):
             if isinstance(getattr(module, "_prefetch_states", None), deque):
                 yield _Table(name, module)
-            elif _of_dynamicemb(module) and callable(getattr(module, "prefetch", None)):
+                continue
+            package = type(module).__module__.partition(".")[0]
+            if package == "dynamicemb" and callable(getattr(module, "prefetch", None)):
                 raise RewriteError(
                     f"module {name!r} has a {type(module).__name__} of dynamicemb without the "
                     "queue of prefetched batches, _prefetch_states, which has to be balanced: "
                     "install the version of dynamicemb that the guide names"
                 )
-
-
-def _of_dynamicemb(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "dynamicemb"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any, Self
 
@@ -57,12 +57,9 @@ class MemoryOptions:
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Return the options among a TorchRec pipeline's arguments; missing ones are off."""
         # The name of enable_inplace_copy_batch in TorchRec 1.5.
-        old = given.get("inplace_copy_batch_to_gpu", False)
-        return cls(
-            enable_inplace_copy_batch=bool(given.get("enable_inplace_copy_batch", old)),
-            free_features_storage_early=bool(given.get("free_features_storage_early")),
-            clear_data_dist_inputs=bool(given.get("clear_data_dist_inputs")),
-        )
+        old = given.get("inplace_copy_batch_to_gpu")
+        named = {"enable_inplace_copy_batch": old, **given}
+        return cls(**{each.name: bool(named.get(each.name)) for each in fields(cls)})
 
 
 def copied_in_place(batch: Any, target: torch.device, device: Device, home: Stream) -> Any:
@@ -93,11 +90,11 @@ class Released(Tensor):
     def __new__(cls, tensor: Tensor) -> Self:
         # A wrapper made in inference mode could not be used outside of it.
         with torch.inference_mode(False):
-            made: Self = Tensor._make_wrapper_subclass(
+            wrapper: Self = Tensor._make_wrapper_subclass(
                 cls, tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device,
                 storage_size=0,
             )  # fmt: skip
-        return made
+        return wrapper
 
     def __init__(self, tensor: Tensor) -> None:
         """Keep no reference to the tensor."""
@@ -169,8 +166,8 @@ class Releases:
 
         def let_go(awaitable: Any, module_context: Any) -> None:
             # The module still needs the tensors that its context holds.
-            kept = _storages(tensors_in(module_context))
-            self._release(context, _sent(awaitable) - kept)
+            needed = _storages(tensors_in(module_context))
+            self._release(context, _sent(awaitable) - needed)
 
         if self._options.clear_data_dist_inputs:
             for request in context.input_dist_tensors_requests.values():
@@ -210,7 +207,7 @@ def _empty(features: Any, gone: set[int]) -> None:
 
 def _sent(awaitable: Any) -> set[int]:
     """Wait for one module's exchanges and drop what they sent; return the storages of that."""
-    found: set[int] = set()
+    storages: set[int] = set()
     for exchange in getattr(awaitable, "awaitables", ()):
         if isinstance(exchange, KJTAllToAllTensorsAwaitable) and exchange._workers > 1:
             for work in exchange._awaitables:
@@ -222,8 +219,8 @@ def _sent(awaitable: Any) -> set[int]:
             # A copy is emptied, since the module's context may hold this object.
             exchange._input = _lent(exchange._input)
             _empty(exchange._input, sent)
-            found |= sent
-    return found
+            storages |= sent
+    return storages
 
 
 def _tensors(features: Any) -> list[Tensor]:

@@ -69,7 +69,8 @@ class Pass(Iterator[Any]):
         pull: Callable[[Iterator[Any]], Any] | None = None,
     ) -> None:
         self.source = source
-        self.stopped = self.ended = False
+        self.stopped = False
+        self.ended = False
         self._keep_back = keep_back
         self._left = limit
         self._pull = pull
@@ -150,10 +151,7 @@ class PassPipeline:
     """
 
     pipe: SWPipeline[Any]
-    _keep_back = 0
     _pass: Pass | None = None
-    # Called with the iterator in place of next(), if a subclass overrides the pull of a batch.
-    _pull: Callable[[Iterator[Any]], Any] | None = None
     # Whether each call of progress calls fill_pipeline, since a subclass overrides it.
     _fills = False
 
@@ -226,8 +224,8 @@ class PassPipeline:
         """Return whether batches run with gradients enabled."""
         return True
 
-    def _new_pass(self, source: Iterator[Any], limit: int | None = None) -> Pass:
-        return Pass(source, keep_back=self._keep_back, limit=limit, pull=self._pull)
+    def _new_pass(self, source: Iterator[Any]) -> Pass:
+        return Pass(source)
 
     def _make_ready(self) -> None:
         """Prepare to run the batches in flight; a hook for subclasses."""
@@ -410,7 +408,13 @@ class SparseDistPipeline(PassPipeline):
 
         Batches in flight are kept for ``attach`` or the next ``progress``. If the plan has already
         looked up their rows, ``load_state_dict`` is refused: call ``drain`` first.
+
+        Raises:
+            RuntimeError: Threads work on batches in flight, or their updates of rows are pending:
+                call ``drain`` first.
         """
+        if why := self.tasks.rewrite.refusal(False):
+            raise RuntimeError(f"batches are in flight, and {why}: call drain() first")
         self.tasks.rewrite.detach()
         return self.tasks.model
 
@@ -466,8 +470,8 @@ def build(
     if (optimizer is None) == (step is None):
         raise ValueError("give either optimizer= or step=TrainStep(...), which has its own")
     if step is None:
-        several: Any = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-        step = TrainStep(several)
+        given: Any = optimizer
+        step = TrainStep(given)
     own = {name: options.pop(name) for name in _OPTIONS & options.keys()}
     tasks = SparseDistTasks(model, step, TaskOptions(**options), device=device)
     return SparseDistPipeline(tasks, plan(tasks), **own)

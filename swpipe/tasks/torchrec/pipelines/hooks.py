@@ -55,11 +55,6 @@ NO_HOOKS: Mapping[str, str] = {
 """Methods of TorchRec that are never called here, each with the task that does its work."""
 
 
-def overridden(kind: type, base: type) -> frozenset[str]:
-    """Return the hooks that a class overrides relative to ``base``."""
-    return frozenset(name for name in HOOKS if getattr(kind, name) is not getattr(base, name))
-
-
 def refuse_overrides(kind: type, original: type) -> None:
     """Raise TypeError if a subclass overrides a method of TorchRec's that is never called here.
 

@@ -78,11 +78,14 @@ def refusal_to_others(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> Callable
 
     def refusal(trains: bool) -> str:
         owner = weak()
-        if owner is None or not owner.in_flight or not (threads or (early and trains)):
+        if owner is None or not owner.in_flight:
             return ""
         if threads:
             return f"threads ({listed(threads)}) work on them"
-        return "they have read rows that this one would change"
+        # Gradients of PEC that are deferred until the next batch's ids are known.
+        if plan.newer:
+            return "updates of rows that the batch after has not are still to come"
+        return "they have read rows that this one would change" if early and trains else ""
 
     return refusal
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -25,7 +25,7 @@ from swpipe.tasks.torchrec.pipelines.drop_in import (
     lean,
     split,
 )
-from swpipe.tasks.torchrec.pipelines.hooks import HOOKS, overridden, refuse_overrides
+from swpipe.tasks.torchrec.pipelines.hooks import HOOKS, refuse_overrides
 from swpipe.tasks.torchrec.pipelines.refused_arguments import bound, no_internal, signature_of
 from swpipe.tasks.torchrec.rewriting.forwards import Kind, SparseDistContext
 from swpipe.tasks.torchrec.rewriting.inputs import sharded_modules, unwrapped
@@ -112,6 +112,12 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     # The batches that enqueue_batch has copied; None unless H2DAndShuffle is calling it.
     _copies: list[Any] | None = None
 
+    # Called with the iterator in place of next(), if a subclass overrides the pull of a batch.
+    _pull: Callable[[Iterator[In]], Any] | None = None
+
+    # The number of the batch before which _change_plan is called; None for never.
+    _changes_at: int | None = None
+
     def __init__(
         self,
         *args: Any,
@@ -124,14 +130,17 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         self._run_ahead = run_ahead
         self._splits_forward = pipeline_forward
         # Overrides are found on the class, once: tasks are made from them in _build.
-        self._overrides = overridden(type(self), NamedPipeline)
+        own = type(self)
+        self._overrides = {
+            name for name in HOOKS if getattr(own, name) is not getattr(NamedPipeline, name)
+        }
         self._fills = "fill_pipeline" in self._overrides
         if "_next_batch" in self._overrides:
             self.batches: deque[In] = deque()
             self._pull = self._pulled
-        ours = self.arguments
-        signature = ours or signature_of(self._original)
-        self._given = given = bound(self, signature, args, kwargs, ours=ours is not None)
+        signature = self.arguments or signature_of(self._original)
+        given = bound(self, signature, args, kwargs)
+        self._given = given
         self._model: nn.Module = given["model"]
         self._optimizer_given: torch.optim.Optimizer = given["optimizer"]
         self._keep_back = 0 if given.get("execute_all_batches", True) else self.form.left
@@ -305,9 +314,6 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         when = self.form.without_grad
         return when == "never" or (when == "eval" and self._model.training)
 
-    def _optimizers(self) -> Sequence[Any]:
-        return [self._optimizer_given]
-
     def _build(self) -> None:
         kind: Kind = "own"
         # A single rank exchanges nothing, so a class may take a simpler kind there (Form.alone). A
@@ -354,7 +360,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
 
     def _step(self) -> TrainStep:
         return TrainStep(
-            self._optimizers(),
+            [self._optimizer_given],
             forward=self._given.get("custom_model_fwd"),
             sync_interval=self._given.get("dmp_collection_sync_interval_batches", 1),
         )
@@ -363,13 +369,10 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         return TaskOptions(
             forward=kind,
             strict=False,
-            zero_grad=self._zero_grad(),
+            zero_grad=self.form.zero_grad,
             pipeline_postproc=self._given.get("pipeline_postproc", False) and kind != "own",
             memory=MemoryOptions.of(self._given),
         )
-
-    def _zero_grad(self) -> str | None:
-        return self.form.zero_grad
 
     def _start(self) -> None:
         plan = self._plan(self.tasks)
@@ -420,10 +423,23 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         if (watchdog := self.tasks.step.watchdog) is not None:
             watchdog()
 
-    def _new_pass(self, source: Iterator[In], limit: int | None = None) -> Pass:
+    def _step_of(self, source: Iterator[In]) -> Out:
+        # A pass ends where the plan changes (_new_pass), so no batch is in flight.
+        if self._changes_at is not None and self._done >= self._changes_at:
+            self._change_plan()
+        output: Out = super()._step_of(source)
+        return output
+
+    def _change_plan(self) -> None:
+        """Go on with another plan; a hook for classes that set ``_changes_at``."""
+
+    def _new_pass(self, source: Iterator[In]) -> Pass:
         self._dataloader_iter = None  # the same iterator may have been restarted
         NamedPipeline._at_stop(self)
-        return super()._new_pass(source, limit)
+        ends_at = self._changes_at
+        # Below 0 after a state was loaded: progress() changes the plan before it pulls a batch.
+        limit = None if ends_at is None else max(0, ends_at - self._done)
+        return Pass(source, keep_back=self._keep_back, limit=limit, pull=self._pull)
 
     def _at_stop(self) -> None:
         vars(self).get("batches", []).clear()
@@ -503,10 +519,11 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
                 f"emb_lookup_stream is {stream!r}: give 'new', 'current' or 'data_dist'"
             )
 
-    def _zero_grad(self) -> str:
+    def _options(self, kind: Kind) -> TaskOptions:
         # zero_grad hands the learning rates to fused tables, so its task decides which of them a
         # look-up takes.
-        return plans.EMBED if self._late() else plans.DENSE_BACK
+        task = plans.EMBED if self._late() else plans.DENSE_BACK
+        return replace(super()._options(kind), zero_grad=task)
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         return split(tasks, late=self._late())

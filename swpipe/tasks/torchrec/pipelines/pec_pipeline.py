@@ -8,6 +8,7 @@ Both plans give the same numbers as a serial run, so both can be tried during tr
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,12 +18,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from swpipe.core.messages import in_ms
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec.pec_plan import pec
-from swpipe.tasks.torchrec.pipelines.drop_in import Pass, split
+from swpipe.tasks.torchrec.pipelines.drop_in import split
 from swpipe.tasks.torchrec.pipelines.named import Form, In, Out, TrainPipelineSparseDist
 from swpipe.tasks.torchrec.private_parts import PEC_PARTS, find
 from swpipe.tasks.torchrec.rewriting.pec import PecTasks, Sizes
@@ -74,7 +74,7 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
     def _take(self, given: Mapping[str, Any]) -> None:
         # The split plan is tried first: its step is the measure, and it works for any model.
         self._phase: Phase = "split" if self.trial_batches else "pec"
-        self._ends_at: int | None = self.trial_batches or None
+        self._changes_at = self.trial_batches or None
         self._stamps: list[float] = []
         self._ms: dict[str, float] = {}
         self._pec: PecTasks | None = None
@@ -83,41 +83,25 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
     @property
     def exchange_report(self) -> PecReport:
         """The bytes exchanged late and early, the two plans' step times, and the plan in use."""
-        # The sizes of a closed PEC run are kept in _sizes; the larger sample is reported.
-        sizes = [self._sizes] if self._pec is None else [self._sizes, self._pec.sizes]
-        return PecReport(
-            None if self._ends_at else self._phase, dict(self._ms), max(sizes, key=_steps)
-        )
+        chosen = None if self._changes_at else self._phase
+        return PecReport(chosen, dict(self._ms), copy.deepcopy(self._sizes))
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """Run one step as ``PassPipeline.progress`` does; change the plan when a trial ends."""
-        if self._ends_at is not None and self._done >= self._ends_at:
-            self._end_trial(self._ends_at)
+        """Run one step as ``PassPipeline.progress`` does, and measure it while plans are tried."""
         output: Out = super().progress(dataloader_iter)
         # Only steps of training are compared; evaluation has no gradients to exchange.
-        if self._ends_at is not None and self.tasks.trains():
+        if self._changes_at is not None and self.tasks.trains():
             self._stamps.append(time.perf_counter())
         return output
-
-    def detach(self) -> nn.Module:
-        """Restore and return the model.
-
-        Raises:
-            RuntimeError: Row updates are pending: call ``drain`` first.
-        """
-        if self._pec is not None and self.pipe.in_flight:
-            raise RuntimeError(f"batches are in flight, and {_TO_COME}: call drain() first")
-        return super().detach()
 
     def close(self) -> None:
         """Drop the batches in flight and restore the model and its modules."""
         super().close()
         if self._pec is not None:
-            self._sizes = max(self._sizes, self._pec.sizes, key=_steps)
             self._pec.close()
             self._pec = None
 
-    def _end_trial(self, done: int) -> None:
+    def _change_plan(self) -> None:
         """Go on to the next trial, or choose a plan."""
         steps = [1e3 * (end - begin) for begin, end in pairwise(self._stamps)]
         # A filling or draining pipeline has shorter or longer steps than the steady state.
@@ -125,30 +109,23 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
         self._stamps = []
         if steps:  # empty if the batches were evaluated
             self._ms[self._phase] = _slowest(median(steps), self._given["device"])
+        self._changes_at = None
         if self._phase == "split" and self._collections(self.tasks):
             self._phase = "pec"
-            self._ends_at = done + self.trial_batches
+            self._changes_at = self._done + self.trial_batches
         # PEC was tried, or the model has no collection for it. Without both measurements (all
         # batches were evaluated), the split plan is used.
         else:
             both = len(self._ms) == 2
             gain = 1 - self._ms["pec"] / self._ms["split"] if both else 0.0
             self._phase = "pec" if gain > LEAST_GAIN else "split"
-            self._ends_at = None
         self._restart(self._start)
-
-    def _start(self) -> None:
-        super()._start()
-        if self._pec is not None:
-            # The refusal of SparseDistPipeline knows look-ups only. Under PEC, updates are pending
-            # too.
-            self.tasks.rewrite.refusal = lambda trains: _TO_COME if self.pipe.in_flight else ""
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         modules = self._collections(tasks) if self._phase == "pec" else {}
         if not modules:
             return super()._plan(tasks)
-        self._pec = PecTasks(tasks, modules)
+        self._pec = PecTasks(tasks, modules, self._sizes)
         return replace(pec(), tasks=self._pec.tasks())
 
     def _collections(self, tasks: SparseDistTasks) -> dict[str, Any]:
@@ -158,17 +135,6 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
             return {}
         modules = tasks.rewrite.sharded.items()
         return {name: module for name, module in modules if isinstance(module, kind)}
-
-    # A pass ends with its trial, so that no batch is in flight when the plan changes.
-    def _new_pass(self, source: Iterator[Any], limit: int | None = None) -> Pass:
-        return super()._new_pass(source, self._ends_at and self._ends_at - self._done)
-
-
-_TO_COME = "updates of rows that the batch after has not are still to come"
-
-
-def _steps(sizes: Sizes) -> int:
-    return sizes.steps
 
 
 def _slowest(ms: float, device: Any) -> float:

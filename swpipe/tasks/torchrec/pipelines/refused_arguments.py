@@ -48,16 +48,9 @@ TAKEN = frozenset(
 
 
 def bound(
-    owner: object,
-    signature: Signature,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    ours: bool,
+    owner: Any, signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of a pipeline by name.
-
-    ``ours`` says whether the signature is swpipe's own, so that every argument in it is known.
 
     Raises:
         NotImplementedError: An argument is refused (see ``refuse``), or only the installed TorchRec
@@ -73,8 +66,8 @@ def bound(
     call.apply_defaults()
     given: dict[str, Any] = call.arguments
     # A newer TorchRec may have arguments that swpipe has never seen. They pass at their default,
-    # whose behaviour they do not change.
-    known = (given.keys() if ours else TAKEN) - REASONS.keys()
+    # whose behaviour they do not change. A signature of swpipe's own has known arguments only.
+    known = (TAKEN if owner.arguments is None else given.keys()) - REASONS.keys()
     others = [key for key in given if key not in known]
     defaults = {key: signature.parameters[key].default for key in others}
     # By identity: comparing with == may run code of the argument, or fail for tensors.

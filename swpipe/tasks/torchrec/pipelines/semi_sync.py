@@ -7,7 +7,8 @@ plan         prefetch                   semi_sync         semi_sync
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec._torchrec import DMPCollection
-from swpipe.tasks.torchrec.pipelines.drop_in import Pass, semi_sync
+from swpipe.tasks.torchrec.pipelines.drop_in import semi_sync
 from swpipe.tasks.torchrec.pipelines.named import Form, In, Out, TrainPipelineSparseDist
 from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
+from swpipe.tasks.torchrec.step.train_step import TrainStep
 
 
 class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
@@ -30,17 +32,9 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     # left=0: TorchRec's class trains on all batches, whatever execute_all_batches is.
     form = Form(kind="split", alone="ahead", zero_grad=plans.STEP, left=0)
 
-    def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """Run one step as ``PassPipeline.progress`` does; change the plan at ``start_batch``."""
-        # The pass before start_batch is limited, so that no batch is in flight when the plan
-        # changes.
-        if not self._stale and self._done >= self._start_batch:
-            self._go_stale()
-        return super().progress(dataloader_iter)
-
     def reset(self) -> None:
         """Drop the batches in flight and count batches from 0 again."""
-        self._stale = False
+        self._changes_at = self._start_batch
         self.close()
         self._start_anew()
 
@@ -58,7 +52,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         super().load_state_dict(state)
         # The next progress() changes to the stale plan again if the loaded number asks for it.
         if self._stale:
-            self._stale = False
+            self._changes_at = self._start_batch
             self._restart(self._start_anew)
 
     def is_semi_sync(self) -> bool:
@@ -86,11 +80,15 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
                 "with the gradients of the batch before, which a step of the optimizer in the "
                 "override would not: leave one of the two out"
             )
-        self._stale = False
+        self._changes_at = start_batch
 
-    def _go_stale(self) -> None:
-        """Change the plan; the last exact batch is finished, and none is in flight."""
-        self._stale = True
+    @property
+    def _stale(self) -> bool:
+        """Whether the stale plan is in use, which does not change any more."""
+        return self._changes_at is None
+
+    def _change_plan(self) -> None:
+        self._changes_at = None
         self._restart(self._start_anew)
 
     def _start_anew(self) -> None:
@@ -102,13 +100,12 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         stale = semi_sync(tasks)
         return stale if self._stale else plans.prefetch(lean=bool(tasks.options.memory))
 
-    def _new_pass(self, source: Iterator[Any], limit: int | None = None) -> Pass:
-        return super()._new_pass(source, None if self._stale else self._start_batch - self._done)
-
-    def _optimizers(self) -> Sequence[Any]:
-        if self._stashes and self._stale:
-            return [_Stashing(self._optimizer_given, self._model)]
-        return super()._optimizers()
+    def _step(self) -> TrainStep:
+        step = super()._step()
+        if not (self._stashes and self._stale):
+            return step
+        stashing: Any = _Stashing(self._optimizer_given, self._model)
+        return replace(step, optimizers=[stashing])
 
 
 class _Stashing:

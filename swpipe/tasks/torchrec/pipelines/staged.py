@@ -59,16 +59,12 @@ class SparseDataDistUtil(Generic[In]):
         self.model = model
         self.data_dist_stream = data_dist_stream
         self.prefetch_stream = prefetch_stream
-        self._device = resolve(_device([data_dist_stream]))
         options = TaskOptions(
             forward="pipelined" if prefetch_stream is None else "prefetch",
             strict=False,
             pipeline_postproc=pipeline_postproc,
         )
-        self._rewrite = Rewrite(model, self._device, options)
-        # The user runs the model on the stream that is current here. A cache that prefetch fills on
-        # another stream must know it.
-        self._home = self._device.current_stream()
+        self._rewrite = Rewrite(model, resolve(_device([data_dist_stream])), options)
         self._started = 0
         # Each batch has a context in both queues: `prefetch` takes it from one, and the model's
         # pre-forward hook from the other. They are emptied at different times.
@@ -80,8 +76,7 @@ class SparseDataDistUtil(Generic[In]):
         """Start the exchange of the sizes of ids; the runnable of a stage."""
         self.attach()
         computed = self._rewrite.compute(batch, self._started)
-        # version=1: TorchRec's code then expects one context per batch, rather than one for all.
-        context = SparseDistContext(index=self._started, version=1, computed=computed)
+        context = SparseDistContext(index=self._started, computed=computed)
         self._rewrite.start(batch, context)
         self._started += 1
         self._exchanged.append(context)
@@ -92,8 +87,7 @@ class SparseDataDistUtil(Generic[In]):
         """Wait for the ids and fill caches; the runnable of a later stage."""
         context = self._to_prefetch.popleft()
         context.wait_for_sizes()
-        here = self._device.current_stream()
-        self._rewrite.prefetch(context, None if here == self._home else self._home)
+        self._rewrite.prefetch(context)
         return batch
 
     def load_prefetch(self) -> None:
@@ -294,5 +288,5 @@ def _staged(names: Sequence[str], streams: Sequence[Any]) -> PipelinePlan:
 
 
 def _device(streams: Sequence[Any]) -> torch.device:
-    on = [stream.device for stream in streams if stream is not None]
-    return on[0] if on else torch.device("cpu")
+    devices = (stream.device for stream in streams if stream is not None)
+    return next(devices, torch.device("cpu"))

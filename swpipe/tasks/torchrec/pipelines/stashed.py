@@ -40,6 +40,8 @@ class TrainPipelineSparseDistOptStash(TrainPipelineSparseDist[In, Out]):
     form = replace(TrainPipelineSparseDist.form, kind="split")
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
+        # Nothing but OptimStep uses the state, so it leaves before the forward allocates. It comes
+        # back beside the embedding backward, when the dense part's activations are freed.
         pair = Offload(
             "optimizer state",
             plans.PREFETCH,
@@ -67,7 +69,8 @@ class TrainPipelineSparseDistEmbStash(TrainPipelineSparseDist[In, Out]):
     """Whether the caches of tables in host memory are moved too."""
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        tensors = partial(_stashed, [*tasks.rewrite.sharded.values()], self._caches)
+        tensors = partial(_stashed, tasks.rewrite.sharded.values(), self._caches)
+        # A rank may have no row of a marked table, which then has a tensor without elements.
         if not any(tensor.numel() for tensor in tensors()):
             cached = ", and none has a cache" if self._caches else ""
             warnings.warn(

@@ -35,12 +35,13 @@ class CallInputs:
 
     def note(self) -> None:
         """Record the current versions of the tensors; later changes are relative to these."""
-        tensors = _near(self.values)
-        if tensors is None:
-            tensors = list(tensors_in(self.values))
         # torch counts in-place writes of a tensor in the private _version. Inference tensors have
         # none.
-        self._versions = [(t, t._version) for t in tensors if not t.is_inference()]
+        self._versions = [
+            (tensor, tensor._version)
+            for tensor in _tensors(self.values)
+            if not tensor.is_inference()
+        ]
 
     def forget(self, storages: set[int]) -> None:
         """Stop tracking the tensors in these storages, which other tensors may replace."""
@@ -70,24 +71,18 @@ class CallInputs:
 
     def changes(self) -> set[int]:
         """Return the addresses of tensors that have since been changed in place or replaced."""
-        known = {id(tensor) for tensor, _ in self._versions}
-        found = set()
-        for tensor, version in self._versions:
-            if tensor._version != version:
-                found.add(memory_of(tensor))
-        near = _near(self.values)
-        if near is not None and known.issubset(map(id, near)):
-            # The common case, which spares the walk over all values below.
-            return found
-        present = {id(tensor): tensor for tensor in tensors_in(self.values)}
+        versions = self._versions
+        changed = {memory_of(tensor) for tensor, version in versions if tensor._version != version}
+        present = {id(tensor): tensor for tensor in _tensors(self.values)}
         if any(
             id(tensor) not in present and not any(_alias(tensor, t) for t in present.values())
-            for tensor, _ in self._versions
+            for tensor, _ in versions
         ):
-            found |= {memory_of(tensor) for key, tensor in present.items() if key not in known}
+            known = {id(tensor) for tensor, _ in versions}
+            changed |= {memory_of(tensor) for key, tensor in present.items() if key not in known}
             # Not empty even if nothing took its place, so that the change is noticed.
-            found.add(_NOTHING)
-        return found
+            changed.add(_NOTHING)
+        return changed
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -98,59 +93,56 @@ def memory_of(tensor: Tensor) -> int:
 _JAGGED = (JaggedTensor, KeyedJaggedTensor)
 
 
-def _near(values: Sequence[Any]) -> list[Tensor] | None:
-    """Return the tensors of jagged tensors, by their attributes; None if there are other values."""
-    found: list[Tensor] = []
-    for value in values:
-        if type(value) not in _JAGGED:
-            return None
-        for part in vars(value).values():
-            if isinstance(part, Tensor):
-                found.append(part)
-            elif type(part) is tuple:  # inverse indices
-                found += (inner for inner in part if isinstance(inner, Tensor))
-    return found
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors in values; of jagged tensors alone, those in their attributes."""
+    # The attributes of jagged tensors are read without the walk, since this is done in every step.
+    if not all(type(value) in _JAGGED for value in values):
+        return list(tensors_in(values))
+    parts = [part for value in values for part in vars(value).values()]
+    # Inverse indices are a tuple with a tensor.
+    parts += [inner for part in parts if type(part) is tuple for inner in part]
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(value: Any, other: Any) -> bool:
     """Return whether two values are the same input, perhaps in new containers."""
-    if one is other:
+    if value is other:
         return True
-    if type(one) is not type(other):
+    if type(value) is not type(other):
         return False
-    if isinstance(one, Tensor):
-        return _alias(one, other)
-    if isinstance(one, _JAGGED):
+    if isinstance(value, Tensor):
+        return _alias(value, other)
+    if isinstance(value, _JAGGED):
         # A jagged tensor may be made anew from the same values. Lengths are compared by value,
         # since either tensor may have computed them from its offsets.
         return (
-            (isinstance(one, JaggedTensor) or one.keys() == other.keys())
-            and _alias(one.values(), other.values())
-            and _same(one.weights_or_none(), other.weights_or_none())
-            and _equal(one.lengths(), other.lengths())
+            (isinstance(value, JaggedTensor) or value.keys() == other.keys())
+            and _alias(value.values(), other.values())
+            and _same(value.weights_or_none(), other.weights_or_none())
+            and _equal(value.lengths(), other.lengths())
         )
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return isinstance(one, bool | int | float | str | torch.device) and bool(one == other)
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(_same, value, other))
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_same(value[key], other[key]) for key in value)
+    return isinstance(value, bool | int | float | str | torch.device) and bool(value == other)
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal, by memory or by elements."""
-    return _alias(one, other) or (
-        _has_memory(one) and _has_memory(other) and torch.equal(one, other)
+    return _alias(tensor, other) or (
+        _has_memory(tensor) and _has_memory(other) and torch.equal(tensor, other)
     )
 
 
-def _alias(one: Tensor, other: Tensor) -> bool:
+def _alias(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same elements in memory, or are the same object."""
-    return one is other or (
-        _has_memory(one)
-        and one.data_ptr() == other.data_ptr()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.dtype == other.dtype
+    return tensor is other or (
+        _has_memory(tensor)
+        and tensor.data_ptr() == other.data_ptr()
+        and tensor.shape == other.shape
+        and tensor.stride() == other.stride()
+        and tensor.dtype == other.dtype
     )
 
 

@@ -47,16 +47,17 @@ Kind: TypeAlias = Literal["own", "pipelined", "prefetch", "split", "ahead"]
 class SparseDistContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
     """The values that one batch carries between stages: TorchRec's context with further fields.
 
-    TorchRec's own pipelines reuse one context (version 0) or keep a queue of contexts (version 1).
-    Here each iteration has its own, of version 1. Keys are module names.
+    Keys are module names.
 
     Attributes:
+        version: 1 tells TorchRec's code that each batch has a context of its own.
         computed: The results of modules that ran ahead of the forward; None without any.
         inputs: The inputs of each module, which are exchanged.
         embeddings: Each module's embeddings, as awaitables.
         seams: The cut in the autograd graph at each module's embeddings.
     """
 
+    version: int = 1
     computed: PostprocResults | None = None
     inputs: dict[str, CallInputs] = field(default_factory=dict)
     embeddings: dict[str, Any] = field(default_factory=dict)
@@ -170,7 +171,8 @@ class SplitForward(PrefetchForward):
         self._check(args, kwargs)
         seam = None
         if self.cuts:
-            seam = context.seams[self._name] = Seam(self.iteration)
+            seam = Seam(self.iteration)
+            context.seams[self._name] = seam
         return _each(embeddings, lambda awaitable: _LookedUp(awaitable, self.iteration, seam))
 
 

@@ -154,13 +154,13 @@ def reduced_by_outer_ddp(model: nn.Module, module: nn.Module) -> bool:
 
 def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the sharded modules by name, without those inside another sharded module."""
-    found: dict[str, nn.Module] = {}
+    outermost: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         # named_modules yields a module before the modules within it.
-        within = any(name.startswith(f"{outer}.") or outer == "" for outer in found)
+        within = any(name.startswith(f"{outer}.") or outer == "" for outer in outermost)
         if isinstance(module, ShardedModule) and not within:
-            found[name] = module
-    return found
+            outermost[name] = module
+    return outermost
 
 
 def _path(arg: Any) -> str:
@@ -308,8 +308,8 @@ class _Finder(NodeArgsHelper):  # type: ignore[misc]
 
     def _args_of(self, node: Node, **options: Any) -> Any:
         given = len(node.args) + len(node.kwargs)
-        args, found = self.get_node_args(node, **options)
-        return args if given and found == given else None
+        args, count = self.get_node_args(node, **options)
+        return args if given and count == given else None
 
     # ------------------------------------------------------- called by TorchRec's NodeArgsHelper
 
@@ -355,15 +355,15 @@ class _Finder(NodeArgsHelper):  # type: ignore[misc]
         # An element that cannot be found is handed on as None by TorchRec (1.8). _lost counts
         # these, so the whole container counts as not found.
         lost = self._lost
-        found = super()._handle_constant(arg, arg_info, for_postproc_module)
-        return found if self._lost == lost else None
+        steps = super()._handle_constant(arg, arg_info, for_postproc_module)
+        return steps if self._lost == lost else None
 
     def _handle_collection_element(self, arg: Any, for_postproc_module: bool = False) -> Any:
         if not isinstance(arg, Node | list | dict | tuple | slice):
             return arg
-        found = self._get_node_args_helper_inner(arg, for_postproc_module)
-        self._lost += found is None
-        return found
+        steps = self._get_node_args_helper_inner(arg, for_postproc_module)
+        self._lost += steps is None
+        return steps
 
     # ---------------------------------------------------------------------------------------------
 
@@ -382,18 +382,14 @@ class _Finder(NodeArgsHelper):  # type: ignore[misc]
             return f"which is called {times} times in one forward: share one result"
         # Shared modules would see the calls in another order than in the forward.
         for other in self.computed:
-            if _nested(module, self._model.get_submodule(other)):
+            called = self._model.get_submodule(other)
+            if module in {*called.modules()} or called in {*module.modules()}:
                 return f"which shares modules with {other!r}, that is called too"
         return ""
 
 
 def _nodes(value: Any) -> Iterator[Node]:
     """Return the nodes within an argument, at any depth."""
-    found: list[Node] = []
-    map_arg(value, found.append)
-    return iter(found)
-
-
-def _nested(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether one of two modules contains the other."""
-    return any(one is part for part in other.modules()) or any(other is m for m in one.modules())
+    nodes: list[Node] = []
+    map_arg(value, nodes.append)
+    return iter(nodes)

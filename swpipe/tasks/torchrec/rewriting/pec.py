@@ -39,21 +39,32 @@ from swpipe.tasks.torchrec._torchrec import VERSION, LazyAwaitable, check_parts
 from swpipe.tasks.torchrec.embedding_tables.table_state import rates_of, set_rates
 from swpipe.tasks.torchrec.pipelines.mid_flight import counts
 from swpipe.tasks.torchrec.private_parts import PEC_PARTS, problems
+from swpipe.tasks.torchrec.rewriting.seam import run_embedding_backward
 from swpipe.tasks.torchrec.step.task_set import SparseDistTasks, in_turn
 
 
-class Sizes(NamedTuple):
-    """Bytes of embeddings and gradients that a rank receives per step, averaged over steps.
+@dataclass
+class Sizes:
+    """The bytes of embeddings and gradients that a rank has received, counted while it trains.
 
     Attributes:
-        early: Bytes of rows that the neighbouring batch does not use.
-        late: Bytes of rows that two successive batches share: exchanged between two steps.
-        steps: The number of steps of the average.
+        bytes: Those of rows that two successive batches share, exchanged between two steps, and
+            those of all other rows.
+        steps: The number of steps.
     """
 
-    early: float = 0.0
-    late: float = 0.0
+    bytes: list[int] = field(default_factory=lambda: [0, 0])
     steps: int = 0
+
+    @property
+    def late(self) -> float:
+        """The average bytes per step of rows that two successive batches share."""
+        return self.bytes[0] / max(1, self.steps)
+
+    @property
+    def early(self) -> float:
+        """The average bytes per step of rows that the neighbouring batch does not use."""
+        return self.bytes[1] / max(1, self.steps)
 
     def __str__(self) -> str:
         shares = f"{in_bytes(round(self.late))} late, {in_bytes(round(self.early))} early"
@@ -92,6 +103,7 @@ class Batch:
         early: The pending exchanges of embeddings, per group.
         merged: The embeddings of the batch, leaves of the dense part's graph.
         rates: The learning rates of the batch's look-up.
+        sent: The pending exchanges of gradients that are not deferred.
     """
 
     index: int
@@ -104,6 +116,7 @@ class Batch:
     early: list[Any] = field(default_factory=list)
     merged: list[Tensor] = field(default_factory=list)
     rates: Sequence[float] = ()
+    sent: list[Sent] = field(default_factory=list)
 
 
 class Sent(NamedTuple):
@@ -119,22 +132,23 @@ class Sent(NamedTuple):
 
 
 class PecModule:
-    """One collection, with its state for the batches in flight."""
+    """One collection, with its state for the batches in flight; ``sizes`` counts its exchanges."""
 
-    def __init__(self, name: str, module: Any) -> None:
+    def __init__(self, name: str, module: Any, sizes: Sizes) -> None:
         self.name = name
         self.module = module
         self.inner = module._embedding_collection
-        self.group = module._env.process_group
+        self._group = module._env.process_group
+        # The dimension of the embeddings of each sharding group.
+        kinds = self.inner._sharding_type_to_sharding
+        self._dims = [self.inner._embedding_dim_for_sharding_type(kind) for kind in kinds]
+        self._sizes = sizes
         # The batch of the latest start_masks: the one before the next batch.
-        self.last: Batch | None = None
-        self.deferred: list[Sent] = []
+        self._last: Batch | None = None
+        self._deferred: list[Sent] = []
         # An attribute of the instance hides the method, so that the replaced forward of the
         # pipeline, which calls compute_and_output_dist, looks up the shared rows only.
         module.compute_and_output_dist = self._look_up_late
-        # Late and early bytes, in the order of the parts.
-        self.bytes = [0, 0]
-        self.steps = 0
 
     def close(self) -> None:
         """Give the module its own look-up back."""
@@ -142,14 +156,16 @@ class PecModule:
 
     def forget(self) -> None:
         """Forget the batches that were dropped."""
-        self.last = None
-        self.deferred.clear()
+        self._last = None
+        self._deferred.clear()
 
-    def start_masks(self, index: int, context: Any, features: Any) -> Batch:
+    def start_masks(self, ctx: IterContext) -> Batch:
         """Find the rows that the batch before uses, and start to tell the other ranks."""
-        before = self.last
+        context = ctx.pipeline.module_contexts_post_prefetch[self.name]
+        features = ctx.pipeline.module_input_post_prefetch[self.name]
+        before = self._last
         # After dropped batches the last one known is not the predecessor, and shares nothing.
-        if before is not None and before.index != index - 1:
+        if before is not None and before.index != ctx.iter_idx - 1:
             before = None
         masks = self.module.overlap_dist(
             ctx=context,
@@ -157,13 +173,15 @@ class PecModule:
             prev_ctx=None if before is None else before.context,
             prev_dist_input=None if before is None else before.features,
         )
-        self.last = batch = Batch(index, context, features, masks, before)
+        batch = Batch(ctx.iter_idx, context, features, masks, before)
+        self._last = batch
         # For _look_up_late, which gets the module's context and not the batch.
         context.pec_batch = batch
         return batch
 
-    def look_up_early(self, batch: Batch) -> None:
+    def look_up_early(self, ctx: IterContext) -> None:
         """Wait for the masks, then look up and send the rows that the batch before does not use."""
+        batch: Batch = ctx.pec[self.name]
         results = [mask.wait() for mask in batch.masks]
         batch.forward = [_partition(part, part.permute) for part, _ in results]
         # The masks also split the batch before, whose backward needs it: its gradients for rows of
@@ -209,17 +227,30 @@ class PecModule:
                 own.input_splits = partition.sent[part]
                 own.output_splits = partition.got[part]
                 own.unbucketize_permute_tensor = None
-                rows = lookup(features).view(-1, self._dim(number))
+                rows = lookup(features).view(-1, self._dims[number])
                 self._count(partition.sent[part], number, part)
-                self.steps += part and number == 0
                 yield output_dist(rows, own)
 
-    def start_backward(self, batch: Batch) -> list[Sent]:
+    def start_deferred(self, ctx: IterContext) -> None:
+        """Send the gradients that the batch before has kept, after this batch's shared rows."""
+        self._deferred = [self._started(share, 1) for share in self._deferred]
+
+    def update_deferred(self, ctx: IterContext) -> None:
+        """Update the rows of the batch before that this batch does not use."""
+        self._update(self._deferred)
+        self._deferred = []
+
+    def start_backward(self, ctx: IterContext) -> None:
         """Send the gradients of rows that the next batch uses, and keep the other gradients."""
+        if not ctx.training:
+            return
+        # The module's seam is taken here, so EmbBackward does not run the backward of its tables.
+        # The backward from its cuts ends at the leaves of _Merged.
+        run_embedding_backward([ctx.pipeline.seams.pop(self.name)])
+        batch: Batch = ctx.pec[self.name]
         # Without the next batch's masks no gradient is deferred: those of both parts of the look-up
         # are sent.
         parts = batch.backward or [_turned(partition) for partition in batch.forward]
-        sent = []
         for number, (partition, merged) in enumerate(zip(parts, batch.merged, strict=True)):
             gradient = merged.grad
             # The model has not used these embeddings, but other ranks may wait for the gradients.
@@ -232,39 +263,43 @@ class PecModule:
                     partition.features, partition.order, partition.sent, partition.got, strict=True
                 )
             )
-            sent.append(self._started(first, 0))
+            batch.sent.append(self._started(first, 0))
             if batch.backward is None:
-                sent.append(self._started(second, 0))
+                batch.sent.append(self._started(second, 0))
             else:
-                self.deferred.append(second)
+                self._deferred.append(second)
         batch.merged.clear()
-        return sent
 
-    def start_deferred(self) -> None:
-        """Send the gradients that were kept."""
-        self.deferred = [self._started(share, 1) for share in self.deferred]
+    def update(self, ctx: IterContext) -> None:
+        """Update the rows that the next batch uses."""
+        batch: Batch = ctx.pec[self.name]
+        self._update(batch.sent)
+        batch.sent = []
 
     def _started(self, share: Sent, part: int) -> Sent:
-        dim = self._dim(share.group)
+        dim = self._dims[share.group]
         got = share.gradient.new_empty(sum(share.got) * dim)
         work = dist.all_to_all_single(
             got,
             share.gradient.reshape(-1),
             output_split_sizes=[count * dim for count in share.got],
             input_split_sizes=[count * dim for count in share.sent],
-            group=self.group,
+            group=self._group,
             async_op=True,
         )
         self._count(share.got, share.group, part)
         return share._replace(gradient=got, work=work)
 
-    def update(self, sent: Iterable[Sent]) -> None:
+    def _update(self, sent: Iterable[Sent]) -> None:
         """Wait for gradients and update their rows with the rate of their batch's look-up."""
+        # Imported here, since TorchRec before 1.8 is supported without PEC.
+        from torchrec.distributed.comm_ops import get_gradient_division
+
         for share in sent:
             share.work.wait()
             if not share.features.values().numel():
                 continue
-            gradient = share.gradient.view(-1, self._dim(share.group))
+            gradient = share.gradient.view(-1, self._dims[share.group])
             context = share.batch.context.sharding_contexts[share.group]
             # Gradients come by rank, then feature; rows are looked up by feature, then rank.
             recat = torch.ops.fbgemm.invert_permute(context.sparse_features_recat)
@@ -275,8 +310,8 @@ class PecModule:
             )
             ordered = torch.empty_like(gradient).index_copy_(0, order, gradient)
             # TorchRec can divide gradients by the number of ranks, which its own exchange would do.
-            if _divides():
-                ordered.div_(dist.get_world_size(self.group))
+            if get_gradient_division():
+                ordered.div_(dist.get_world_size(self._group))
             # The tables hold the rate of the newest look-up, and this update may belong to an older
             # batch. The rate is set back, since the next look-up reads it.
             before = rates_of([self.module])
@@ -285,23 +320,13 @@ class PecModule:
             # again.
             with torch.enable_grad():
                 rows = self.inner._lookups[share.group](share.features)
-                rows.view(-1, self._dim(share.group)).backward(ordered)
+                rows.view_as(ordered).backward(ordered)
             set_rates([self.module], before)
-
-    def update_deferred(self) -> None:
-        """Update the rows whose gradients were kept."""
-        self.update(self.deferred)
-        self.deferred = []
-
-    def _dim(self, group: int) -> int:
-        kinds = [*self.inner._sharding_type_to_sharding]
-        dim: int = self.inner._embedding_dim_for_sharding_type(kinds[group])
-        return dim
 
     def _count(self, rows: Sequence[int], group: int, part: int) -> None:
         """Count the bytes that come from other ranks, at 4 bytes per value."""
-        mine = dist.get_rank(self.group)
-        self.bytes[part] += 4 * self._dim(group) * (sum(rows) - rows[mine])
+        mine = dist.get_rank(self._group)
+        self._sizes.bytes[part] += 4 * self._dims[group] * (sum(rows) - rows[mine])
 
 
 class _Merged(LazyAwaitable):  # type: ignore[misc]
@@ -344,13 +369,14 @@ class PecTasks:
     Args:
         tasks: The tasks of the step, whose ``forward`` is "split".
         modules: The collections of TorchRec that are exchanged in two parts, by name.
+        sizes: Counts the bytes of both exchanges.
 
     Raises:
         ImportError: The installed TorchRec lacks parts that these tasks use.
         ValueError: A table's optimizer counts its look-ups, of which PEC makes more.
     """
 
-    def __init__(self, tasks: SparseDistTasks, modules: Mapping[str, Any]) -> None:
+    def __init__(self, tasks: SparseDistTasks, modules: Mapping[str, Any], sizes: Sizes) -> None:
         if lacks := problems(PEC_PARTS):
             check_parts(str(VERSION), lacks)
         counting = [name for name, module in modules.items() if counts(module)]
@@ -360,99 +386,53 @@ class PecTasks:
                 "more of: take TrainPipelineFusedSparseDist, or SGD or Adagrad for the tables"
             )
         self._tasks = tasks
-        self.modules = [PecModule(name, module) for name, module in modules.items()]
-
-    @property
-    def sizes(self) -> Sizes:
-        """The average of the bytes exchanged per step, since the beginning."""
-        steps = max((module.steps for module in self.modules), default=0)
-        late, early = (sum(module.bytes[part] for module in self.modules) for part in (0, 1))
-        return Sizes(early / max(1, steps), late / max(1, steps), steps)
+        self._sizes = sizes
+        self._modules = [PecModule(name, module, sizes) for name, module in modules.items()]
 
     def close(self) -> None:
         """Give the modules their own look-ups back."""
-        for module in self.modules:
+        for module in self._modules:
             module.close()
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         """Return the tasks, in serial order."""
+        modules = self._modules
         # The overlap and the deferred gradients are state between iterations. Declaring them makes
         # the plan's order of these tasks checked like any other.
         overlap = DeclaredIO(state="overlap", others="", reset=self._forget)
         deferred = DeclaredIO(state="late gradients", others="")
         reads, updates = (DeclaredIO(state="tables", mode=mode) for mode in ("r", "rw"))
+        look_up_early = in_turn([module.look_up_early for module in modules])
+        update_deferred = in_turn([module.update_deferred for module in modules])
         added = {
             names.PREFETCH: [
-                PipelineTask(OVERLAP, self._overlap, [overlap]),
-                PipelineTask(EARLY, self._early, [overlap, reads]),
+                PipelineTask(OVERLAP, self._start_masks, [overlap]),
+                PipelineTask(EARLY, look_up_early, [overlap, reads]),
             ],
-            names.DENSE: [PipelineTask(LATE, self._late, [deferred, updates])],
+            names.DENSE: [PipelineTask(LATE, update_deferred, [deferred, updates])],
         }
         masks = DeclaredIO(state="overlap", mode="r")
         wrapped = {
-            names.EMBED: (self._after_look_up, [deferred]),
-            names.DENSE_BACK: (self._send, [masks, deferred]),
-            names.EMBED_BACK: (self._update, []),
+            names.EMBED: ([module.start_deferred for module in modules], [deferred]),
+            names.DENSE_BACK: ([module.start_backward for module in modules], [masks, deferred]),
+            names.EMBED_BACK: ([module.update for module in modules], []),
         }
         tasks = []
         for own in self._tasks.tasks():
-            task = own
-            if own.name in wrapped:
-                then, io = wrapped[own.name]
-                task = replace(own, fn=in_turn([own.fn, then]), io=(*own.io, *io))
+            then, io = wrapped.get(own.name, ([], []))
+            task = replace(own, fn=in_turn([own.fn, *then]), io=(*own.io, *io))
             tasks += [task, *added.get(own.name, ())]
         return tuple(tasks)
 
     def _forget(self) -> None:
         """Forget the batches that were dropped."""
-        for module in self.modules:
+        for module in self._modules:
             module.forget()
 
-    def _overlap(self, ctx: IterContext) -> None:
+    def _start_masks(self, ctx: IterContext) -> None:
         """Start to tell the other ranks which rows the batch before uses."""
-        context = ctx.pipeline
-        ctx.pec = {
-            module.name: module.start_masks(
-                ctx.iter_idx,
-                context.module_contexts_post_prefetch[module.name],
-                context.module_input_post_prefetch[module.name],
-            )
-            for module in self.modules
-        }
-
-    def _early(self, ctx: IterContext) -> None:
-        """Look up and send the rows that the batch before does not use."""
-        for module in self.modules:
-            module.look_up_early(ctx.pec[module.name])
-
-    def _after_look_up(self, ctx: IterContext) -> None:
-        """Send the gradients that the batch before has kept, after this batch's shared rows."""
-        for module in self.modules:
-            module.start_deferred()
-
-    def _late(self, ctx: IterContext) -> None:
-        """Update the rows of the batch before that this batch does not use."""
-        for module in self.modules:
-            module.update_deferred()
-
-    def _send(self, ctx: IterContext) -> None:
-        """Send the gradients of rows that the next batch uses."""
-        ctx.pec_sent = []
-        for module in self.modules if ctx.training else ():
-            batch: Batch = ctx.pec[module.name]
-            # The module's seam is taken here, so EmbBackward does not run the backward of its
-            # tables. The backward from its cuts ends at the leaves of _Merged.
-            cuts = [*ctx.pipeline.seams.pop(module.name).take()]
-            if cuts:
-                outputs, gradients = zip(*cuts, strict=True)
-                torch.autograd.backward(outputs, gradients)
-            ctx.pec_sent.append((module, module.start_backward(batch)))
-
-    def _update(self, ctx: IterContext) -> None:
-        """Update the rows that the next batch uses."""
-        for module, sent in ctx.pec_sent:
-            module.update(sent)
-        del ctx.pec, ctx.pec_sent
+        ctx.pec = {module.name: module.start_masks(ctx) for module in self._modules}
+        self._sizes.steps += 1
 
 
 def _partition(part: Any, *order: Tensor) -> Partition:
@@ -469,11 +449,3 @@ def _turned(partition: Partition) -> Partition:
     # number argsort(merge)[n] of the batch.
     order = torch.split(torch.argsort(merge), [sum(rows) for rows in partition.sent])
     return partition._replace(order=order)
-
-
-def _divides() -> bool:
-    """Return whether TorchRec divides gradients of embeddings by the number of ranks."""
-    from torchrec.distributed.comm_ops import get_gradient_division
-
-    divides: bool = get_gradient_division()
-    return divides

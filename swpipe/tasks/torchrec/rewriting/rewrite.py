@@ -111,9 +111,10 @@ class Rewrite:
     ``looks_up_ahead`` says whether EmbForward looks up and DenseForward runs the model. ``sharded``
     has all sharded modules by name, and ``late`` the names of those that a split pipeline looks up
     within the dense part. ``report`` is None before the first batch. ``forwards`` has one entry per
-    pipelined module, ``postprocs`` one per module that runs ahead. ``others`` are rewrites of the
-    same modules. ``refusal`` is set by the pipeline: it takes whether another rewrite would train,
-    and returns why that rewrite may not run now, or "".
+    pipelined module, ``postprocs`` one per module that runs ahead. ``home`` is the stream on which
+    the model runs. ``others`` are rewrites of the same modules. ``refusal`` is set by the pipeline:
+    it takes whether another rewrite would train, and returns why that rewrite may not run now, or
+    "".
 
     Raises:
         RewriteError: The model has no sharded module, unless ``forward`` is "own".
@@ -131,6 +132,8 @@ class Rewrite:
         self.forwards: tuple[Any, ...] = ()
         self.postprocs: tuple[PostprocForward, ...] = ()
         self._device = device
+        # A cache that is filled on another stream needs the caller's, on which the model runs.
+        self.home = device.current_stream()
         self._options = options
         self._releases = Releases(options.memory, device) if options.memory else None
         self._inner = unwrapped(model)
@@ -268,7 +271,8 @@ class Rewrite:
             if self._releases is not None:
                 inputs = self._releases.lent(inputs)
             args, kwargs = module.preprocess_input(*inputs)
-            module_context = context.module_contexts[name] = module.create_context()
+            module_context = module.create_context()
+            context.module_contexts[name] = module_context
             request = module.input_dist(module_context, *args, **kwargs)
             context.input_dist_splits_requests[name] = request
         if self._releases is not None:
@@ -294,8 +298,9 @@ class Rewrite:
             forward.set_context(context)
             forward.iteration = iteration
             forward.replayed = replayed
+        results = context.computed
         for postproc in self.postprocs:
-            postproc.results = results = context.computed
+            postproc.results = results
             postproc.checks = results is not None and results.iteration == iteration
 
     def watching(
@@ -303,9 +308,10 @@ class Rewrite:
     ) -> AbstractContextManager[object]:
         """Return a block for the model's forward that refuses early reads of changed values."""
         results = context.computed
-        watches = results is not None and results.changed and results.iteration == iteration
+        if results is None or results.iteration != iteration or not results.changed:
+            return nullcontext()
         # A dispatch mode costs host time in every operator, so only the first forwards are watched.
-        if results is None or not watches or self._watched >= WATCHED:
+        if self._watched >= WATCHED:
             return nullcontext()
         self._watched += 1
         return EarlyReads(results)
@@ -323,16 +329,17 @@ class Rewrite:
     def prefetch(
         self,
         context: SparseDistContext,
-        forward_stream: Any,
         counting: Callable[[Any], AbstractContextManager[object]] | None = None,
     ) -> None:
         """Wait for the ids; modules with a cache fill it.
 
-        ``forward_stream`` is the stream of the look-up, if it differs from the current one.
         ``counting`` takes the ids and returns a block, in which each module prefetches.
         """
         if self._releases is not None:
             self._releases.sent(context)
+        # TorchRec's prefetch takes the stream of the look-up, so that rows are kept for it; None if
+        # both run on the same stream.
+        forward_stream = None if self._device.current_stream() == self.home else self.home
         for forward in self.forwards:
             if not forward.prefetches:
                 continue

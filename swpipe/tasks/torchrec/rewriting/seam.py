@@ -91,19 +91,19 @@ def run_embedding_backward(seams: Iterable[Seam]) -> None:
 
 def _exchanges(nodes: Iterable[Any]) -> tuple[GradientEdge, ...]:
     """Return edges to the exchanges that end all paths down the graph; () if a path has none."""
-    found: dict[Any, None] = {}
+    exchanges: dict[Any, None] = {}
     ahead = [node for node in nodes if node is not None]
-    seen = set(ahead)
+    visited = set(ahead)
     while ahead:
         node = ahead.pop()
         if node.name() in _EXCHANGES:
-            found[node] = None
+            exchanges[node] = None
             continue
         below = [child for child, _ in node.next_functions if child is not None]
         if not below:
             # A path that ends without an exchange: its gradients have to be computed in
             # EmbBackward.
             return ()
-        ahead += [child for child in below if child not in seen]
-        seen.update(below)
-    return tuple(GradientEdge(node, 0) for node in found)
+        ahead += [child for child in below if child not in visited]
+        visited.update(below)
+    return tuple(GradientEdge(node, 0) for node in exchanges)

@@ -77,17 +77,17 @@ def _partition(shares: list[_Share], age: int) -> tuple[float, int, list[_Share]
     return shares[-1].work - shares[0].work, age, shares
 
 
-def _join(one: _Share, other: _Share) -> _Share:
-    few, many = sorted((one.rows, other.rows), key=len)
+def _join(share: _Share, other: _Share) -> _Share:
+    few, many = sorted((share.rows, other.rows), key=len)
     # The shorter list goes into the longer, so each row moves at most log2(rows) times.
     many.extend(few)
-    return _Share(one.work + other.work, many)
+    return _Share(share.work + other.work, many)
 
 
 def _even_out(work: Tensor, rows: Tensor) -> Tensor:
     """Swap rows between shares to even out workloads; ``rows`` is [parts, rows of a share]."""
-    totals = work[rows].sum(1)
     for _ in range(SWAPS_PER_SHARE * len(rows)):
+        totals = work[rows].sum(1)
         light_first = torch.argsort(totals, stable=True).tolist()
         heavy = light_first.pop()
         for light in light_first:
@@ -96,12 +96,8 @@ def _even_out(work: Tensor, rows: Tensor) -> Tensor:
                 return rows
             if (pair := _best_swap(work[rows[heavy]], work[rows[light]], gap)) is not None:
                 here, there = pair
-                # Clones: row indices of one tensor are exchanged, and views would read the new
-                # values.
-                given = rows[heavy, here].clone()
-                taken = rows[light, there].clone()
-                rows[heavy, here], rows[light, there] = taken, given
-                totals = work[rows].sum(1)
+                # Lists as indices make a copy of the rows on the right, before they are replaced.
+                rows[[heavy, light], [here, there]] = rows[[light, heavy], [there, here]]
                 break
         else:
             return rows

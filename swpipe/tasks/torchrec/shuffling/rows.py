@@ -209,16 +209,18 @@ def _mapped(value: Any, name: str, rows: int, fn: Callable[[Any], Any]) -> Any:
     children = _children(value)
     if children is None:
         return value
-    made = {key: _mapped(child, f"{name}.{key}", rows, fn) for key, child in children.items()}
+    mapped = {key: _mapped(child, f"{name}.{key}", rows, fn) for key, child in children.items()}
     if isinstance(value, tuple):
         # A named tuple takes its fields as arguments, a plain tuple takes an iterable.
-        return type(value)(*made.values()) if hasattr(value, "_fields") else tuple(made.values())
+        return (
+            type(value)(*mapped.values()) if hasattr(value, "_fields") else tuple(mapped.values())
+        )
     if isinstance(value, list):
-        return list(made.values())
+        return list(mapped.values())
     # Copied shallowly: other attributes stay as they are, and frozen dataclasses are not
     # initialised again.
     clone = copy.copy(value)
-    for key, child in made.items():
+    for key, child in mapped.items():
         if isinstance(value, Mapping):
             clone[key] = child
         else:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -199,16 +199,12 @@ class GradientFlow:
 
     def backward(self, iteration: int) -> AbstractContextManager[object]:
         """Return a block for the backward of a batch, in which gradients are not waited for."""
-        # Megatron's wrapper reduces after every backward unless it is told not to.
-        blocks = [] if self.ends(iteration) else [m.no_sync() for m in self.megatrons]
-        if self._defers:
-            blocks.append(self.reduction.deferring())
-        # An ExitStack costs host time in every step, and most steps need none.
-        if not blocks:
-            return nullcontext()
         stack = ExitStack()
-        for block in blocks:
-            stack.enter_context(block)
+        # Megatron's wrapper reduces after every backward unless it is told not to.
+        for wrapper in () if self.ends(iteration) else self.megatrons:
+            stack.enter_context(wrapper.no_sync())
+        if self._defers:
+            stack.enter_context(self.reduction.deferring())
         return stack
 
     def finalize(self) -> None:

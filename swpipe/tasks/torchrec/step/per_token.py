@@ -80,8 +80,8 @@ class PerToken:
         self._group = group
         self._alone = not dist.is_initialized()
         self._ranks = 1 if self._alone else dist.get_world_size(group)
-        told = assert_nan or os.environ.get("ASSERT_LOSS_HAS_NAN", "0") == "1"
-        self._checks_nan = told or not self._by_batch
+        checks_nan = assert_nan or os.environ.get("ASSERT_LOSS_HAS_NAN", "0") == "1"
+        self._checks_nan = checks_nan or not self._by_batch
 
     def count(self, batch: Any, device: torch.device) -> Tensor | None:
         """Return the tokens of all ranks, or None if losses are counted instead; a collective."""

@@ -125,8 +125,6 @@ class SparseDistTasks:
         self.gradients = GradientFlow(model, step, defers=options.forward == "split")
         self.fused = step.fused()
         self.replicates = isinstance(model, DMPCollection)
-        # The caller's stream, on which the model runs; a cache filled on another stream needs it.
-        self._home = self.device.current_stream()
         by_step = [by_gradient(p) for module in sharded.values() for p in module.parameters()]
         self.tables_in_step = any(by_step)
         if step.scaler is not None and not all(by_step):
@@ -177,7 +175,7 @@ class SparseDistTasks:
             )
         target = torch.device(self.device.name)
         if self.options.memory.enable_inplace_copy_batch and self.device.has_streams:
-            return copied_in_place(batch, target, self.device, self._home)
+            return copied_in_place(batch, target, self.device, self.rewrite.home)
         return batch.to(device=target, non_blocking=True)
 
     # The ticket goes with the batch: other batches may have been started in between.
@@ -194,8 +192,7 @@ class SparseDistTasks:
     def start_input_dist(self, ctx: IterContext) -> None:
         """Start the exchange of the sizes of ids."""
         computed = ctx.postproc if self.options.pipeline_postproc else None
-        # version=1 tells TorchRec's code that each batch has a context of its own.
-        ctx.pipeline = SparseDistContext(index=ctx.iter_idx, version=1, computed=computed)
+        ctx.pipeline = SparseDistContext(index=ctx.iter_idx, computed=computed)
         self.functions["start_input_dist"](ctx.batch, ctx.pipeline)
 
     def wait_input_dist(self, ctx: IterContext) -> None:
@@ -204,18 +201,10 @@ class SparseDistTasks:
 
     def prefetch(self, ctx: IterContext) -> None:
         """Wait for the ids; modules with a cache fill it."""
-        if self.prefetched is None:
-            self._prefetch(ctx)
-        else:
-            with self.prefetched.prefetching():
-                self._prefetch(ctx, self.prefetched.counting)
-
-    def _prefetch(self, ctx: IterContext, *counting: Any) -> None:
-        if self.options.forward != "own":
-            # TorchRec's prefetch takes the stream of the look-up, so that rows are kept for it;
-            # None if both run on the same stream.
-            home = None if self.device.current_stream() == self._home else self._home
-            self.rewrite.prefetch(ctx.pipeline, home, *counting)
+        pins = self.prefetched
+        with nullcontext() if pins is None else pins.prefetching():
+            if self.options.forward != "own":
+                self.rewrite.prefetch(ctx.pipeline, None if pins is None else pins.counting)
 
     def embedding_forward(self, ctx: IterContext) -> None:
         """Look the embeddings up with the current learning rate, and start their exchange."""
@@ -225,11 +214,8 @@ class SparseDistTasks:
             for optimizer in self.fused:
                 optimizer.zero_grad()
         look_up = self._look_up if self.rewrite.looks_up_ahead else self._run_model
-        if self.prefetched is None:
+        with nullcontext() if self.prefetched is None else self.prefetched.looking_up():
             look_up(ctx)
-        else:
-            with self.prefetched.looking_up():
-                look_up(ctx)
 
     def _look_up(self, ctx: IterContext) -> None:
         self._use(ctx)
@@ -338,29 +324,30 @@ class SparseDistTasks:
         """Return the tasks in serial order, each with the methods that it calls in this order."""
         if self.options.grouped:
             return self.options.grouped
-        # The part that clears gradients belongs to one of three tasks.
-        zero = {self.options.zero_grad or names.DENSE_BACK: ["zero_grad"]}
-        # Tokens are counted before the forward, since the loss needs their sum over all ranks.
-        counts = {names.DENSE if self.rewrite.looks_up_ahead else names.EMBED: ["count_tokens"]}
         first = {names.START: ["finish_shuffle", "start_input_dist"]}
         if self.options.pipeline_postproc:
             rows = ["finish_shuffle", "postprocess_input"]
             first = {names.POSTPROC: rows, names.START: ["start_input_dist"]}
-        return {
+        parts = {
             names.COPY: ["start_shuffle", "copy"],
             **first,
             names.WAIT: ["wait_input_dist"],
             names.PREFETCH: ["prefetch"],
-            names.EMBED: [
-                *zero.get(names.EMBED, ()), *counts.get(names.EMBED, ()), "embedding_forward"
-            ],
-            names.DENSE: [*counts.get(names.DENSE, ()), "dense_forward"],
+            names.EMBED: ["embedding_forward"],
+            names.DENSE: ["dense_forward"],
             names.LOSS: ["postprocess_loss"],
-            names.DENSE_BACK: [*zero.get(names.DENSE_BACK, ()), "dense_backward"],
+            names.DENSE_BACK: ["dense_backward"],
             names.EMBED_BACK: ["embedding_backward"],
             names.FINALIZE: ["finalize_gradients"],
-            names.STEP: ["optimizer_step", *zero.get(names.STEP, ()), "watch"],
-        }  # fmt: skip
+            names.STEP: ["optimizer_step", "watch"],
+        }
+        # Tokens are counted before the forward, since the loss needs their sum over all ranks.
+        forward = names.DENSE if self.rewrite.looks_up_ahead else names.EMBED
+        parts[forward].insert(0, "count_tokens")
+        # Gradients are cleared before the forward or the backward, or after the optimizer's step.
+        zero = self.options.zero_grad or names.DENSE_BACK
+        parts[zero].insert(1 if zero == names.STEP else 0, "zero_grad")
+        return parts
 
     def task_of(self, part: str) -> str:
         """Return the name of the task that calls a method."""

@@ -21,9 +21,14 @@ States: TypeAlias = Mapping[str, Mode]
 
 OTHERS: Mapping[str, Others] = {
     "tables": "r",
-    **dict.fromkeys(("shuffler", "shuffled rows", "exchange of sizes", "exchange of ids"), ""),
-    **dict.fromkeys(("current batch", "pinned rows", "table cache", "postproc", "loss"), ""),
-}
+    **dict.fromkeys(
+        (
+            "shuffler", "shuffled rows", "postproc", "exchange of sizes", "exchange of ids",
+            "current batch", "pinned rows", "table cache", "loss",
+        ),
+        "",
+    ),
+}  # fmt: skip
 """How the loop's body may touch a state, where it is restricted.
 
 A model that the body evaluates reads the tables' values whatever their cache holds, and exchanges

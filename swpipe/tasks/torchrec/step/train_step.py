@@ -7,7 +7,7 @@ gradients -> finalize -> unscale -> clip -> optimizers, schedules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,9 +67,10 @@ class TrainStep:
     watchdog: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
+        # One optimizer may be given alone; Megatron's is no torch.optim.Optimizer.
+        several = isinstance(self.optimizers, Iterable)
+        optimizers = (*self.optimizers,) if several else (self.optimizers,)
         # The dataclass is frozen, so the normalised values are set around it.
-        alone = isinstance(self.optimizers, torch.optim.Optimizer)
-        optimizers = (self.optimizers,) if alone else (*self.optimizers,)
         object.__setattr__(self, "optimizers", optimizers)
         object.__setattr__(self, "schedules", tuple(self.schedules))
         if not self.optimizers:
