@@ -214,7 +214,8 @@ class _Planner:
             # The best groups of one worker each need not be the best of several: a group has
             # workers only if each of its tasks may have them.
             other = self._by_workers(self._grouped_for_workers(best), effects)
-            found = min(found, other, key=lambda choice: choice.ii_us)
+            if other.ii_us < found.ii_us:
+                found = other
         return found
 
     @property
