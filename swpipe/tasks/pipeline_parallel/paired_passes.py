@@ -55,7 +55,7 @@ class PlannedMicrobatch:
         self._plan = plan
         self._output: Any = None
         self._grad: Any = None
-        self._found: list[Tensor | None] = []
+        self._input_grads: list[Tensor | None] = []
 
     def run_forward(self, over: PlannedMicrobatch | None) -> Any:
         """Run the forward pass, alone or overlapped with ``over``'s backward; return its output."""
@@ -75,7 +75,7 @@ class PlannedMicrobatch:
     def input_pass(self, outputs: Any, grads: Any, inputs: Sequence[Any]) -> tuple[Grads, Any]:
         """Run I, and return the gradients of the inputs, and this object, whose ``run`` is W."""
         self._begin(outputs, grads)
-        self._found.append(self._plan.run_backward_input(self._grad))
+        self._input_grads.append(self._plan.run_backward_input(self._grad))
         return self._of_inputs(inputs), self
 
     def run(self) -> None:
@@ -90,13 +90,15 @@ class PlannedMicrobatch:
         self._output = None
 
     def _run_backward(self, forward: Any = None) -> Any:
+        grads = self._input_grads
         return self._plan.run(
-            forward, self._plan, self._grad, post_backward=lambda grad, _: self._found.append(grad)
+            forward, self._plan, self._grad, post_backward=lambda grad, _: grads.append(grad)
         )
 
     def _of_inputs(self, inputs: Sequence[Any]) -> Grads:
         # A plan gives the gradient of its first input only.
-        grads = self._found if isinstance(inputs[0], Tensor) and inputs[0].requires_grad else []
+        requires_grad = isinstance(inputs[0], Tensor) and inputs[0].requires_grad
+        grads = self._input_grads if requires_grad else []
         return (*grads, *[None] * (len(inputs) - len(grads)))
 
 
@@ -176,7 +178,7 @@ def planned_micros(
         for row in schedule.rows
         for pair in row
         if isinstance(pair, Pair)
-        and all(one.stage in chunks and has_plans(chunks[one.stage]) for one in pair)
+        and all(a.stage in chunks and has_plans(chunks[a.stage]) for a in pair)
         for part in pair
         if part.stage == stage
     }

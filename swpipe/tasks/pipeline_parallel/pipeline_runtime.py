@@ -140,7 +140,7 @@ class SerialRuntime:
         backward: bool,
     ) -> StepResult:
         tensors = check_batch(inputs, target, self.n_micro, keywords)
-        parts = {name: one.chunk(self.n_micro) for name, one in tensors.items()}
+        parts = {name: tensor.chunk(self.n_micro) for name, tensor in tensors.items()}
         losses = []
         outputs = []
         for micro in range(self.n_micro):
@@ -406,13 +406,13 @@ class _Passes:
             if needed and not given:
                 raise ValueError(f"{what}: rank {owner.rank} has the {stage} stage; give it")
         for name, tensor in check_batch(inputs, target, owner.schedule.n_micro, keywords).items():
-            found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            shape = f"{tensor.dtype} {tuple(tensor.shape)}"
             # Only its own shapes: training and evaluation have one object each, so that their
             # batch sizes may differ.
-            before = self._shapes.setdefault(name, found)
-            if before != found and not owner.varying_shapes:
+            before = self._shapes.setdefault(name, shape)
+            if before != shape and not owner.varying_shapes:
                 raise ValueError(
-                    f"{name} is {found}, and the first batch had {before}: the ranks receive into "
+                    f"{name} is {shape}, and the first batch had {before}: the ranks receive into "
                     "memory of that shape; give batches of one shape, or make the runtime with "
                     "varying_shapes=True"
                 )
@@ -467,10 +467,10 @@ def _check_together(
     digest = hashlib.sha256(repr((schedule.rows, schedule.n_micro)).encode()).hexdigest()
     digests, problems = zip(*gather((digest, problem), group), strict=True)
     if any(problems):
-        told = [f"rank {number}: {text}" for number, text in enumerate(problems) if text]
-        raise ScheduleError(problem if len(set(problems)) == 1 else "; ".join(told))
+        lines = [f"rank {number}: {text}" for number, text in enumerate(problems) if text]
+        raise ScheduleError(problem if len(set(problems)) == 1 else "; ".join(lines))
     if len(set(digests)) > 1:
-        other = next(number for number, one in enumerate(digests) if one != digests[0])
+        other = next(number for number, text in enumerate(digests) if text != digests[0])
         raise ScheduleError(
             f"ranks 0 and {other} have different schedules, and would wait for each other for "
             "ever: make it on one rank and broadcast it"

@@ -124,7 +124,7 @@ class Receiver:
         # By microbatch: torch starts the receives of several microbatches before the first is used.
         self._arriving[micro] = header, memory
         return _operations(
-            dist.irecv, [one for one in memory if len(one)], self._stage, self._source
+            dist.irecv, [part for part in memory if len(part)], self._stage, self._source
         )
 
     def take(self, micro: int) -> Arrived:
