@@ -1,9 +1,10 @@
 """The planner of zero-bubble V schedules: known orders, improved by local search.
 
-The planner starts from the published order, torch's ZBV, building blocks and greedy orders. A local
-search then moves one entry of a rank at a time. It accepts a move if the result is no worse than
-the present order, or than the order some moves ago (late acceptance: E. K. Burke and Y. Bykov, "The
-late acceptance hill-climbing heuristic", 2017).
+The planner starts from the published order, torch's ZBV, building blocks and greedy orders, and
+improves the best of them by patterns (``v_patterns``). A local search then moves one entry of a
+rank at a time. It accepts a move if the result is no worse than the present order, or than the
+order some moves ago (late acceptance: E. K. Burke and Y. Bykov, "The late acceptance hill-climbing
+heuristic", 2017).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from swpipe.plans.pipeline_parallel.v_order import (
     VOrders,
     lower_bound,
 )
+from swpipe.plans.pipeline_parallel.v_patterns import swapped_patterns
 from swpipe.plans.pipeline_parallel.v_starts import (
     GreedyOrder,
     published_order,
@@ -60,6 +62,9 @@ _UNIFORM_PASSES = 120_000
 
 _LEAST_UNIFORM = 8
 """The least number of these orders."""
+
+_PATTERN_PASSES = 3_000_000
+"""The number of passes to time in orders with swapped patterns with any effort, about 1 s."""
 
 _SEARCHES = 6
 """The number of best starts from which to search, in alternation."""
@@ -159,6 +164,11 @@ def plan_v_schedule(
     for order in (torch_order(orders), *block_orders(n_stage, n_micro), *first_uniform):
         if order is not None and pool.add(order) is not None:
             pool.add(GreedyOrder(orders, order).make())
+    left = _PATTERN_PASSES // n_passes
+    for _, start in pool.ranked:
+        if not pool.is_at_bound:
+            order, left = swapped_patterns(orders, objective, start, left)
+            pool.add(order)
     further = chain(uniform, starts(orders, pool.rng))
     # An error of the search's arithmetic is found before the seconds that the search takes.
     pool.checked(costs)
