@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -49,9 +49,14 @@ class PlannedMicrobatch:
 
     Args:
         plan: The result of the chunk's ``build_schedule_plan``.
+
+    Attributes:
+        due: A function that runs the backward pass, overlapped with a forward pass; None to run
+            the backward pass alone.
     """
 
     def __init__(self, plan: Any) -> None:
+        self.due: Callable[[PlannedMicrobatch], None] | None = None
         self._plan = plan
         self._output: Any = None
         self._grad: Any = None
@@ -63,13 +68,13 @@ class PlannedMicrobatch:
         self._output = plan.run(plan, None) if over is None else over._run_backward(plan)
         return self._output
 
-    def whole_pass(self, outputs: Any, grads: Any, inputs: Sequence[Any], due: Due | None) -> Grads:
+    def whole_pass(self, outputs: Any, grads: Any, inputs: Sequence[Any]) -> Grads:
         """Run the backward pass, or let ``due`` run it, and return the gradients of the inputs."""
         self._begin(outputs, grads)
-        if due is None:
+        if self.due is None:
             self._run_backward()
         else:
-            due(self)
+            self.due(self)
         return self._of_inputs(inputs)
 
     def input_pass(self, outputs: Any, grads: Any, inputs: Sequence[Any]) -> tuple[Grads, Any]:
@@ -102,7 +107,38 @@ class PlannedMicrobatch:
         return (*grads, *[None] * (len(inputs) - len(grads)))
 
 
-Due: TypeAlias = Callable[[PlannedMicrobatch], None]
+class PlannedPasses:
+    """The microbatches of a stage that run by plans of its layers.
+
+    Args:
+        chunk: The stage's module.
+        is_first: Whether the stage is the first one of the model.
+        split: These microbatches, from 0, each with whether its backward pass is split into I and
+            W.
+
+    Attributes:
+        over: The microbatch whose backward pass overlaps the next forward pass; None to run the
+            forward pass alone.
+        under_way: The microbatches between their forward and backward passes.
+    """
+
+    def __init__(self, chunk: Any, is_first: bool, split: Mapping[int, bool]) -> None:
+        self.split = split
+        self.over: PlannedMicrobatch | None = None
+        self._chunk = chunk
+        self._is_first = is_first
+        self.under_way: dict[int, PlannedMicrobatch] = {}
+
+    def run_forward(self, micro: int, args: Any, keywords: dict[str, Any]) -> Any:
+        """Run the forward pass of a microbatch, and return its output."""
+        if self.split[micro]:
+            keywords["extra_block_kwargs"] = {"delay_wgrad_compute": True}
+        planned = PlannedMicrobatch(plan_of(self._chunk, args, self._is_first, **keywords))
+        self.under_way[micro] = planned
+        # ``over`` holds for one forward pass only.
+        over = self.over
+        self.over = None
+        return planned.run_forward(over)
 
 
 class PairedPasses:
@@ -125,16 +161,18 @@ class PairedPasses:
         ahead = self._stages[f.stage_index]
         back = self._stages[b.stage_index]
         forward = partial(self._forward, ahead, f.microbatch_index, context)
-        if b.microbatch_index in back.planned:
+        planned = back.plans.under_way.get(b.microbatch_index)
+        if planned is None:
+            forward()
+        else:
             # Called within the backward pass, at (3): the forward pass runs up to its module, where
-            # the stage runs both plans.
+            # the stage runs both plans. The microbatch is an argument, because a function that held
+            # it would keep its graph in a reference cycle.
             def due(microbatch: PlannedMicrobatch) -> None:
-                ahead.over = microbatch
+                ahead.plans.over = microbatch
                 forward()
 
-            back.due = due
-        else:
-            forward()
+            planned.due = due
         self._backward(back, b.microbatch_index, context)
 
     def _forward(self, stage: Any, micro: int, context: Any) -> None:
