@@ -11,7 +11,7 @@ from torch import nn
 
 from swpipe.core.context import IterContext
 from swpipe.core.plan import PipelinePlan
-from swpipe.core.task import DeclaredIO, Others, PipelineTask
+from swpipe.core.task import PipelineTask
 
 T = TypeVar("T")
 
@@ -87,27 +87,6 @@ class Job:
 
     def close(self) -> None:
         """Release resources."""
-
-
-def gradients_of(modules: Sequence[nn.Module], state: str, others: Others = "rw") -> DeclaredIO:
-    """Return a declaration of the modules' gradients as a state.
-
-    Args:
-        modules: The modules whose parameters have the gradients.
-        state: The name of the state.
-        others: The access of all undeclared tasks to the state; see ``DeclaredIO``.
-    """
-    # The list is made once, so that captured and restored gradients match by position.
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-
-    def restore(gradients: list[torch.Tensor | None]) -> None:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-
-    def capture() -> list[torch.Tensor | None]:
-        return [parameter.grad for parameter in parameters]
-
-    return DeclaredIO(capture, restore, state, others=others)
 
 
 @dataclass(frozen=True, slots=True)

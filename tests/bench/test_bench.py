@@ -162,12 +162,13 @@ def test_schedules_run_on_ranks(two_ranks: Ranks) -> None:
 def test_sharded_stages_run_on_both_runtimes(four_ranks: Ranks) -> None:
     """With the same gradients; less than the passes of a rank is not predicted."""
     scale = 0.05
-    stages = sharded_stages.STAGES_OF_A_RANK * sharded_stages.MICROBATCHES
-    asleep_ms = scale * sum(sharded_stages.COSTS_MS) * stages
-    for measured in four_ranks.run(sharded_stages.on_rank, 1, scale, deadline_s=240.0):
-        assert measured.same
-        assert len(measured.ours_ms) == len(measured.torchs_ms) == 1
-        assert measured.predicted_ms >= asleep_ms
+    asleep_ms = scale * sum(sharded_stages.COSTS_MS) * 2 * sharded_stages.STAGES_OF_A_RANK
+    runs = four_ranks.run(sharded_stages.on_rank, 2, 1, scale, deadline_s=240.0)
+    for times, predicted_ms in runs:
+        assert [*times] == ["ours", "torch's cells", "torch's runtime"]
+        assert predicted_ms >= asleep_ms
+    for times in four_ranks.run(sharded_stages.computing_on_rank, 2, 1, 16, deadline_s=240.0):
+        assert [len(each) for each in times.values()] == [1, 1, 1]
 
 
 def test_predictions_are_made_of_each_schedule(two_ranks: Ranks) -> None:

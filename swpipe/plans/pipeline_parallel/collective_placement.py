@@ -5,7 +5,8 @@ a time while the rank runs passes. The collectives are placed as follows::
 
     UNSHARD       as early as there is room, in the order in which the stages are needed
     RESHARD       when another stage needs the room, for the stage that is needed again last
-    REDUCE_GRAD   directly after the last weight gradients of its stage
+    REDUCE_GRAD   directly after the last weight gradients of its stage; the rank waits for its end
+                  before the next REDUCE_GRAD
 
 Freeing the stage that is needed again last minimizes the number of gathers (L. A. Belady, "A study
 of replacement algorithms for a virtual-storage computer", 1966).

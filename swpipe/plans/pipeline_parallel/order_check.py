@@ -348,6 +348,7 @@ def earliest_times(
     # ranks that still wait are in a deadlock.
     ends: dict[Part, float] = {}
     link_free: list[float] = [0] * len(rows)
+    reduced: list[float] = [0] * len(rows)
     gathered: dict[int, float] = {}
     clocks: list[float] = [0] * len(rows)
     timed: list[list[TimedAction]] = [[] for _ in rows]
@@ -360,12 +361,17 @@ def earliest_times(
         clock = clocks[rank]
         for entry in row[len(times) :]:
             if isinstance(entry, Communication) and entry.is_collective:
-                # Collectives queue up on the rank's link; a reshard only frees memory.
+                # Collectives queue up on the rank's link; a reshard only frees memory. A rank
+                # reduces one stage at a time: a reduction's input takes memory until it ends.
+                if entry.op == "REDUCE_GRAD":
+                    clock = max(clock, reduced[rank])
                 start = clock if entry.op == "RESHARD" else max(clock, link_free[rank])
                 end = start + cost(entry)
                 link_free[rank] = max(end, link_free[rank])
                 if entry.op == "UNSHARD":
                     gathered[entry.stage] = end
+                elif entry.op == "REDUCE_GRAD":
+                    reduced[rank] = end
                 times.append(TimedAction(entry, start, end))
                 continue
             parts = entry if isinstance(entry, Pair) else (entry,)

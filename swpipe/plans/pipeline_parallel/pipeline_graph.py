@@ -243,7 +243,7 @@ class _Attempt:
         self.pending: list[deque[int]] = [deque() for _ in range(n)]
         self.schedule: list[list[tuple[int, int, int]]] = [[] for _ in range(n)]
         most = max(approved) if approved is not None else 0
-        self.left = [most - one for one in approved] if approved is not None else [0] * n
+        self.left = [most - bubble for bubble in approved] if approved is not None else [0] * n
         """The difference between the largest approved bubble and each stage's approved bubble."""
 
     def run(self) -> AttemptResult:

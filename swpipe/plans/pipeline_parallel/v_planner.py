@@ -1,9 +1,10 @@
 """The planner of zero-bubble V schedules: known orders, improved by local search.
 
-The planner starts from the published order, torch's ZBV, building blocks and greedy orders. A local
-search then moves one entry of a rank at a time. It accepts a move if the result is no worse than
-the present order, or than the order some moves ago (late acceptance: E. K. Burke and Y. Bykov, "The
-late acceptance hill-climbing heuristic", 2017).
+The planner starts from the published order, torch's ZBV, building blocks and greedy orders, and
+improves the best of them by patterns (``v_patterns``). A local search then moves one entry of a
+rank at a time. It accepts a move if the result is no worse than the present order, or than the
+order some moves ago (late acceptance: E. K. Burke and Y. Bykov, "The late acceptance hill-climbing
+heuristic", 2017).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from swpipe.plans.pipeline_parallel.v_order import (
     VOrders,
     lower_bound,
 )
+from swpipe.plans.pipeline_parallel.v_patterns import swapped_patterns
 from swpipe.plans.pipeline_parallel.v_starts import (
     GreedyOrder,
     published_order,
@@ -60,6 +62,9 @@ _UNIFORM_PASSES = 120_000
 
 _LEAST_UNIFORM = 8
 """The least number of these orders."""
+
+_PATTERN_PASSES = 3_000_000
+"""The number of passes to time in orders with swapped patterns with any effort, about 1 s."""
 
 _SEARCHES = 6
 """The number of best starts from which to search, in alternation."""
@@ -159,6 +164,11 @@ def plan_v_schedule(
     for order in (torch_order(orders), *block_orders(n_stage, n_micro), *first_uniform):
         if order is not None and pool.add(order) is not None:
             pool.add(GreedyOrder(orders, order).make())
+    left = _PATTERN_PASSES // n_passes
+    for _, start in pool.ranked:
+        if not pool.is_at_bound:
+            order, left = swapped_patterns(orders, objective, start, left)
+            pool.add(order)
     further = chain(uniform, starts(orders, pool.rng))
     # An error of the search's arithmetic is found before the seconds that the search takes.
     pool.checked(costs)
@@ -169,14 +179,14 @@ def plan_v_schedule(
         pool.add(order)
         moves -= _START_MOVES
     pool.improve(further, moves)
-    found = pool.checked(costs)
+    schedule = pool.checked(costs)
     value = pool.value
     # The search knows no pairs: they are joined afterwards.
     if costs.pair is not None:
-        starting = [found, *_dual_pipe(orders)]
-        paired = [pair_passes(schedule, costs, objective) for schedule in starting]
-        value, found = min(paired, key=lambda one: one[0])
-    return VPlan(found, objective, value, pool.bound, published)
+        starts_of_pairs = [schedule, *_dual_pipe(orders)]
+        paired = [pair_passes(start, costs, objective) for start in starts_of_pairs]
+        value, schedule = min(paired, key=lambda pair: pair[0])
+    return VPlan(schedule, objective, value, pool.bound, published)
 
 
 def _dual_pipe(orders: VOrders) -> list[PipelineSchedule]:
@@ -285,12 +295,12 @@ class _Pool:
         self.objective = objective
         self.rng = rng
         self.bound = lower_bound(orders, objective)
-        self.found: list[tuple[float, Order]] = []
+        self.ranked: list[tuple[float, Order]] = []
 
     @property
     def value(self) -> float:
         """The value of the best order."""
-        return self.found[0][0]
+        return self.ranked[0][0]
 
     @property
     def is_at_bound(self) -> bool:
@@ -304,8 +314,9 @@ class _Pool:
             return None
         value = times.value(self.objective)
         # Two searches from the same order would waste one of few places.
-        if all(order != other for _, other in self.found):
-            self.found = sorted([*self.found, (value, order)], key=lambda one: one[0])[:_SEARCHES]
+        if all(order != other for _, other in self.ranked):
+            ranked = sorted([*self.ranked, (value, order)], key=lambda entry: entry[0])
+            self.ranked = ranked[:_SEARCHES]
         return value
 
     def improve(self, further: Iterator[Order], moves: int) -> None:
@@ -317,7 +328,7 @@ class _Pool:
         """
         # In alternation, because nobody knows in advance from which start a search gets furthest.
         searches = [
-            LocalSearch(self.orders, self.objective, order, self.rng) for _, order in self.found
+            LocalSearch(self.orders, self.objective, order, self.rng) for _, order in self.ranked
         ]
         while True:
             for place, search in enumerate(searches):
@@ -329,13 +340,13 @@ class _Pool:
                     moves -= 1
                     # The other places of the pool no longer matter: the searches have their orders.
                     if search.value < self.value:
-                        self.found.insert(0, (search.value, search.order))
+                        self.ranked.insert(0, (search.value, search.order))
                 if search.value == before and search.idle_moves >= _PATIENCE:
                     start = next(further, None)
                     searches[place] = LocalSearch(
                         self.orders,
                         self.objective,
-                        self.found[0][1] if start is None else start,
+                        self.ranked[0][1] if start is None else start,
                         self.rng,
                         departs=start is None,
                     )
@@ -347,7 +358,7 @@ class _Pool:
         Raises:
             InternalError: The checker, which shares no code with the search, gets another value.
         """
-        schedule = self.orders.schedule_of(self.found[0][1])
+        schedule = self.orders.schedule_of(self.ranked[0][1])
         report = check_schedule(schedule, costs)
         # The objectives have the names of the report's properties.
         value: float = getattr(report, self.objective)

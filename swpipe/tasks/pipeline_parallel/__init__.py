@@ -31,7 +31,7 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes each public 
 
     def __getattr__(name: str) -> Any:
         for module in _MODULES if name in __all__ else ():
-            found = vars(import_module(f"{__name__}.{module}"))
-            if name in found:
-                return found[name]
+            members = vars(import_module(f"{__name__}.{module}"))
+            if name in members:
+                return members[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,18 +1,22 @@
-"""The reductions of an FSDP stage's gradients, which run while the rank runs other passes.
+"""The reductions of gradients, which for FSDP stages run while the rank runs other passes.
 
 ::
 
-    rank    last W ── (1) issues the reduce-scatter ── passes of other stages ... ── (2) waits
-    link                      |──────────────────────────────|
+    rank    last W of stage 2 ── (1) ── passes of stage 1 ... last W ── (2), (1) ── ... end (2)
+    link                          |─ reduce-scatters ─|                  |────────|
 
 FSDP waits for each reduce-scatter at once. In a schedule, nothing needs the gradients before the
-end of the step, at (2). FSDP itself needs them at once where it divides, casts, copies or
-all-reduces them, or calls hooks on them: there it still waits at (1).
+end of the step: a stage issues its reduce-scatters at (1) without waiting. The rank waits at (2),
+before the next stage is reduced, and at the end of the step. So their inputs take as much memory
+as on torch's runtime: those of one stage at a time.
+
+FSDP itself needs the results at once where it divides, casts, copies or all-reduces them, or calls
+hooks on them: there it still waits at (1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,13 +27,41 @@ from swpipe.tasks.pipeline_parallel.torch_pipelining import DefaultReduceScatter
 
 
 class Reductions:
-    """The reduce-scatters that are under way."""
+    """The function that torch's runtime calls for REDUCE_GRAD.
 
-    def __init__(self) -> None:
+    Args:
+        stages: The stages of this rank, each a ``PipelineStage``.
+        n_micro: The number of microbatches, by which the gradients are divided.
+    """
+
+    def __init__(self, stages: Sequence[Any], n_micro: int) -> None:
+        self._stages = {stage.stage_index: stage for stage in stages}
+        self._n_micro = n_micro
         self._running: list[tuple[dist.Work, Tensor]] = []
 
+    def __call__(self, action: Any, context: Any) -> None:
+        """Start to reduce the gradients of a stage."""
+        # (2): frees the inputs of the stage before, ahead of the memory for this stage's inputs.
+        self._wait()
+        stage = self._stages[action.stage_index]
+        # (1): FSDP sets ``.grad`` to views of memory that the collectives still have to fill.
+        with self._in_background(stage.submod):
+            stage.perform_reduce_grad(1)
+
+    def finish(self) -> None:
+        """Wait until all reductions have ended, and divide the gradients of all stages."""
+        self._wait()
+        # Torch's stage divides in ``perform_reduce_grad``, before the results are there.
+        for stage in self._stages.values():
+            stage.scale_grads(self._n_micro)
+
+    def _wait(self) -> None:
+        for work, _ in self._running:
+            work.wait()
+        self._running.clear()
+
     @contextmanager
-    def in_background(self, chunk: nn.Module) -> Iterator[None]:
+    def _in_background(self, chunk: nn.Module) -> Iterator[None]:
         """Let the reduce-scatters that FSDP issues in this block run in the background."""
         with ExitStack() as stack:
             for module, group in sharded_groups(chunk):
@@ -38,12 +70,6 @@ class Reductions:
                     module.set_custom_reduce_scatter(_Background(self._running, group))
                     stack.callback(module.set_custom_reduce_scatter, default)
             yield
-
-    def finish(self) -> None:
-        """Wait until all reduce-scatters have ended."""
-        for work, _ in self._running:
-            work.wait()
-        self._running.clear()
 
 
 class _Background(DefaultReduceScatter):  # type: ignore[misc]

@@ -37,7 +37,7 @@ LEAST_MS = 1e-3
 """The smallest cost of a pass, in ms: stage 0 does nothing in I, and a cost must be positive."""
 
 Example: TypeAlias = Callable[[int], Tensor | tuple[Tensor, ...]]
-Seen = TypeVar("Seen")
+Look = TypeVar("Look")
 
 
 def measure_costs(
@@ -83,7 +83,7 @@ def measure_costs(
             given = as_tuple(example(stage))
             is_first = stage == 0
             of_loss = (lambda out: loss_fn(out, target)) if stage == n_stages - 1 else None
-            other = next((one for one in chunks if one != stage), stage)
+            other = next((number for number in chunks if number != stage), stage)
             timed = []
             for _ in range(rounds + 1):
                 # Without old gradients, as in the first microbatch of a step.
@@ -101,7 +101,7 @@ def measure_costs(
             }
             own[stage] |= _memory(chunk, given, is_first, of_loss)
         # Stage 1's input is what stage 0 sends; a pipeline of one stage sends nothing.
-        largest = max(as_tuple(example(min(1, n_stages - 1))), key=lambda one: one.nbytes)
+        largest = max(as_tuple(example(min(1, n_stages - 1))), key=lambda tensor: tensor.nbytes)
         hop_ms = measure_hop(largest, group=group)
         by_rank = gather(own, group)
         held = {stage: values for stages in by_rank for stage, values in stages.items()}
@@ -194,29 +194,29 @@ def _passes(
     given: Sequence[Tensor],
     is_first: bool,
     loss_fn: Callable[[Any], Tensor] | None,
-    look: Callable[[], Seen],
-) -> list[Seen]:
+    look: Callable[[], Look],
+) -> list[Look]:
     """Run F, I and W of a chunk, and return the results of ``look`` before, between and after."""
     # Detached, so that each round builds a graph of its own.
-    given = [one.detach() for one in given]
-    for one in () if is_first else given:
-        one.requires_grad_(one.is_floating_point())
-    seen = [look()]
+    given = [tensor.detach() for tensor in given]
+    for tensor in () if is_first else given:
+        tensor.requires_grad_(tensor.is_floating_point())
+    looks = [look()]
     output = chunk(*given)
     outputs = as_tuple(output if loss_fn is None else loss_fn(output))
-    seen.append(look())
-    grads = [torch.ones_like(one) if one.requires_grad else None for one in outputs]
+    looks.append(look())
+    grads = [torch.ones_like(out) if out.requires_grad else None for out in outputs]
     left = None
     if not is_first:
         left = input_pass(outputs, grads, given)[1]
         # A stage has handed on its outputs by now: they do not count as memory of W.
         del output, outputs
-    seen.append(look())
+    looks.append(look())
     if is_first:
         whole_pass(outputs, grads, given)
     elif left is not None:
         left.run()
-    return [*seen, look()]
+    return [*looks, look()]
 
 
 def _memory(
@@ -260,12 +260,13 @@ class Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return now, max(now, most)
 
     def _held(self) -> int:
-        self._sizes = {one: size for one, size in self._sizes.items() if self._storages.alive(one)}
+        alive = self._storages.alive
+        self._sizes = {number: size for number, size in self._sizes.items() if alive(number)}
         return sum(self._sizes.values())
 
     def _add(self, tensors: Iterable[Tensor], given: Iterable[Tensor]) -> None:
         # An operator that returns a view, or writes in place, makes no new memory.
-        known = {number for one in given for number in nbytes(one)}
+        known = {number for tensor in given for number in nbytes(tensor)}
         for tensor in tensors:
             for number, is_new in self._storages.add(tensor):
                 if is_new and number not in known:
@@ -283,7 +284,7 @@ def _pair_ms(chunks: Mapping[int, nn.Module], f: int, b: int, example: Example) 
     # Only the overlapped call is timed: the B needs a forward pass of its own before.
     back, ahead = (
         plan_of(chunks[stage], (given if stage == 0 else given.requires_grad_(),), stage == 0)
-        for stage, given in ((one, as_tuple(example(one))[0].detach()) for one in (b, f))
+        for stage, given in ((number, as_tuple(example(number))[0].detach()) for number in (b, f))
     )
     grad = torch.ones_like(back.run(back, None))
     begin = _now_ms(grad.device)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -49,13 +49,18 @@ class PlannedMicrobatch:
 
     Args:
         plan: The result of the chunk's ``build_schedule_plan``.
+
+    Attributes:
+        due: A function that runs the backward pass, overlapped with a forward pass; None to run
+            the backward pass alone.
     """
 
     def __init__(self, plan: Any) -> None:
+        self.due: Callable[[PlannedMicrobatch], None] | None = None
         self._plan = plan
         self._output: Any = None
         self._grad: Any = None
-        self._found: list[Tensor | None] = []
+        self._input_grads: list[Tensor | None] = []
 
     def run_forward(self, over: PlannedMicrobatch | None) -> Any:
         """Run the forward pass, alone or overlapped with ``over``'s backward; return its output."""
@@ -63,19 +68,19 @@ class PlannedMicrobatch:
         self._output = plan.run(plan, None) if over is None else over._run_backward(plan)
         return self._output
 
-    def whole_pass(self, outputs: Any, grads: Any, inputs: Sequence[Any], due: Due | None) -> Grads:
+    def whole_pass(self, outputs: Any, grads: Any, inputs: Sequence[Any]) -> Grads:
         """Run the backward pass, or let ``due`` run it, and return the gradients of the inputs."""
         self._begin(outputs, grads)
-        if due is None:
+        if self.due is None:
             self._run_backward()
         else:
-            due(self)
+            self.due(self)
         return self._of_inputs(inputs)
 
     def input_pass(self, outputs: Any, grads: Any, inputs: Sequence[Any]) -> tuple[Grads, Any]:
         """Run I, and return the gradients of the inputs, and this object, whose ``run`` is W."""
         self._begin(outputs, grads)
-        self._found.append(self._plan.run_backward_input(self._grad))
+        self._input_grads.append(self._plan.run_backward_input(self._grad))
         return self._of_inputs(inputs), self
 
     def run(self) -> None:
@@ -90,17 +95,50 @@ class PlannedMicrobatch:
         self._output = None
 
     def _run_backward(self, forward: Any = None) -> Any:
+        grads = self._input_grads
         return self._plan.run(
-            forward, self._plan, self._grad, post_backward=lambda grad, _: self._found.append(grad)
+            forward, self._plan, self._grad, post_backward=lambda grad, _: grads.append(grad)
         )
 
     def _of_inputs(self, inputs: Sequence[Any]) -> Grads:
         # A plan gives the gradient of its first input only.
-        grads = self._found if isinstance(inputs[0], Tensor) and inputs[0].requires_grad else []
+        requires_grad = isinstance(inputs[0], Tensor) and inputs[0].requires_grad
+        grads = self._input_grads if requires_grad else []
         return (*grads, *[None] * (len(inputs) - len(grads)))
 
 
-Due: TypeAlias = Callable[[PlannedMicrobatch], None]
+class PlannedPasses:
+    """The microbatches of a stage that run by plans of its layers.
+
+    Args:
+        chunk: The stage's module.
+        is_first: Whether the stage is the first one of the model.
+        split: These microbatches, from 0, each with whether its backward pass is split into I and
+            W.
+
+    Attributes:
+        over: The microbatch whose backward pass overlaps the next forward pass; None to run the
+            forward pass alone.
+        under_way: The microbatches between their forward and backward passes.
+    """
+
+    def __init__(self, chunk: Any, is_first: bool, split: Mapping[int, bool]) -> None:
+        self.split = split
+        self.over: PlannedMicrobatch | None = None
+        self._chunk = chunk
+        self._is_first = is_first
+        self.under_way: dict[int, PlannedMicrobatch] = {}
+
+    def run_forward(self, micro: int, args: Any, keywords: dict[str, Any]) -> Any:
+        """Run the forward pass of a microbatch, and return its output."""
+        if self.split[micro]:
+            keywords["extra_block_kwargs"] = {"delay_wgrad_compute": True}
+        planned = PlannedMicrobatch(plan_of(self._chunk, args, self._is_first, **keywords))
+        self.under_way[micro] = planned
+        # ``over`` holds for one forward pass only.
+        over = self.over
+        self.over = None
+        return planned.run_forward(over)
 
 
 class PairedPasses:
@@ -123,16 +161,18 @@ class PairedPasses:
         ahead = self._stages[f.stage_index]
         back = self._stages[b.stage_index]
         forward = partial(self._forward, ahead, f.microbatch_index, context)
-        if b.microbatch_index in back.planned:
+        planned = back.plans.under_way.get(b.microbatch_index)
+        if planned is None:
+            forward()
+        else:
             # Called within the backward pass, at (3): the forward pass runs up to its module, where
-            # the stage runs both plans.
+            # the stage runs both plans. The microbatch is an argument, because a function that held
+            # it would keep its graph in a reference cycle.
             def due(microbatch: PlannedMicrobatch) -> None:
-                ahead.over = microbatch
+                ahead.plans.over = microbatch
                 forward()
 
-            back.due = due
-        else:
-            forward()
+            planned.due = due
         self._backward(back, b.microbatch_index, context)
 
     def _forward(self, stage: Any, micro: int, context: Any) -> None:
@@ -176,7 +216,7 @@ def planned_micros(
         for row in schedule.rows
         for pair in row
         if isinstance(pair, Pair)
-        and all(one.stage in chunks and has_plans(chunks[one.stage]) for one in pair)
+        and all(a.stage in chunks and has_plans(chunks[a.stage]) for a in pair)
         for part in pair
         if part.stage == stage
     }

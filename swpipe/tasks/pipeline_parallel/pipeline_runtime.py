@@ -38,6 +38,7 @@ from swpipe.distributed import gather
 from swpipe.errors import add_note
 from swpipe.plans.pipeline_parallel import Communication, Pair, PipelineSchedule, ScheduleError
 from swpipe.plans.pipeline_parallel.action import Entry
+from swpipe.tasks.pipeline_parallel.gradient_reductions import Reductions
 from swpipe.tasks.pipeline_parallel.paired_passes import PairedPasses, planned_micros
 from swpipe.tasks.pipeline_parallel.pipeline_stage import OncePerMicrobatch
 from swpipe.tasks.pipeline_parallel.run_rules import (
@@ -140,7 +141,7 @@ class SerialRuntime:
         backward: bool,
     ) -> StepResult:
         tensors = check_batch(inputs, target, self.n_micro, keywords)
-        parts = {name: one.chunk(self.n_micro) for name, one in tensors.items()}
+        parts = {name: tensor.chunk(self.n_micro) for name, tensor in tensors.items()}
         losses = []
         outputs = []
         for micro in range(self.n_micro):
@@ -209,8 +210,8 @@ class PipelineRuntime:
         self.chunks = {stage: chunks[stage] for stage in sorted(chunks)}
         self.has_first = 0 in chunks
         self.has_last = schedule.n_stages - 1 in chunks
-        self._loss_fn = loss_fn
-        self._device = torch.device(device)
+        self.loss_fn = loss_fn
+        self.device = torch.device(device)
         self.group = group
         self.varying_shapes = varying_shapes
         self._failure: StepFailure | None = None
@@ -218,12 +219,12 @@ class PipelineRuntime:
 
     def _connect(self) -> None:
         """Create the link between the ranks, and a training runtime with no step under way."""
-        self.link = StepLink(self.group, self._device)
+        self.link = StepLink(self.group, self.device)
         # At exit the process may have destroyed the default group already, or other ranks may be
         # gone: the operating system closes the connections then.
         self._release = weakref.finalize(self, self.link.release)
         self._release.atexit = False
-        self._training = _Passes(self, self._make(()))
+        self._training = _Passes(self)
         self._evaluation: _Passes | None = None
 
     @property
@@ -276,7 +277,7 @@ class PipelineRuntime:
         """
         self._reconnect()
         if self._evaluation is None:
-            self._evaluation = _Passes(self, self._make(BACKWARD), training=False)
+            self._evaluation = _Passes(self, training=False)
         with torch.no_grad():
             return self._evaluation.run(inputs, target, with_output, keywords)
 
@@ -314,44 +315,46 @@ class PipelineRuntime:
             raise RuntimeError(str(first)) from error
         add_note(error, f"swpipe: {first}")
 
-    def _make(self, left_out: tuple[Any, ...]) -> Any:
-        """Make a torch runtime with new stages, in which the given ops do nothing.
 
-        If ops are left out, pairs run as single passes: a pair without its backward pass has
-        nothing to overlap.
-        """
-        schedule = self.schedule.in_sequence if left_out else self.schedule
+class _Passes:
+    """A torch runtime for training or evaluation, with the shapes of its first batch.
+
+    An evaluation runs pairs as single passes: without its backward pass, a pair has nothing to
+    overlap.
+    """
+
+    def __init__(self, owner: PipelineRuntime, *, training: bool = True) -> None:
+        schedule = owner.schedule if training else owner.schedule.in_sequence
         stages = [
             OncePerMicrobatch(
                 chunk,
                 stage,
-                self.schedule.n_stages,
-                self._device,
-                link=self.link,
+                schedule.n_stages,
+                owner.device,
+                link=owner.link,
                 in_order=_inputs_in_order(schedule, stage),
-                varying=self.varying_shapes,
-                planned=planned_micros(schedule, stage, self.chunks),
+                varying=owner.varying_shapes,
+                planned=planned_micros(schedule, stage, owner.chunks),
             )
-            for stage, chunk in self.chunks.items()
+            for stage, chunk in owner.chunks.items()
         ]
-        made = TorchRuntime(stages, self.schedule.n_micro, loss_fn=self._loss_fn)
+        runtime = TorchRuntime(stages, schedule.n_micro, loss_fn=owner.loss_fn)
         rows = {rank: [*map(_of_torch, row)] for rank, row in enumerate(schedule.rows)}
-        lower(made, rows, schedule.placement)
-        made.register_custom_function(OVERLAP, PairedPasses(stages))
-        for op in left_out:
-            made.register_custom_function(op, _do_nothing)
-        return made
-
-
-class _Passes:
-    """A torch runtime for training or evaluation, with the shapes of its first batch."""
-
-    def __init__(self, owner: PipelineRuntime, runtime: Any, *, training: bool = True) -> None:
+        lower(runtime, rows, schedule.placement)
         self._owner = owner
         self._runtime = runtime
         self._training = training
         self._shapes: dict[str, str] = {}
         self._ready = False
+        self._stages = stages
+        self._pairs = PairedPasses(stages)
+        runtime.register_custom_function(OVERLAP, self._pairs)
+        self._reductions = Reductions(stages, schedule.n_micro)
+        if training:
+            runtime.register_custom_function(COMMUNICATION["REDUCE_GRAD"], self._reductions)
+        else:
+            for op in BACKWARD:
+                runtime.register_custom_function(op, _do_nothing)
 
     def run(
         self,
@@ -371,9 +374,7 @@ class _Passes:
         inputs = inputs if owner.has_first else ()
         target = target if owner.has_last else None
         losses: list[Tensor] | None = [] if owner.has_last else None
-        # The runtime's private map from ops to functions (torch 2.13 to 2.15) holds the
-        # PairedPasses that _make registered.
-        runtime._comp_type_to_function_map[OVERLAP].with_output = with_output
+        self._pairs.with_output = with_output
         step = runtime.step if self._training else runtime.eval
         try:
             # A dispatch mode slows every operator down. The passes of later steps start the same
@@ -382,7 +383,9 @@ class _Passes:
                 output = step(
                     *inputs, target=target, losses=losses, return_outputs=with_output, **keywords
                 )
-            for stage in runtime._stages:
+            if self._training:
+                self._reductions.finish()
+            for stage in self._stages:
                 stage.finish()
         except BaseException as error:
             owner.fail(error, before=False)
@@ -406,13 +409,13 @@ class _Passes:
             if needed and not given:
                 raise ValueError(f"{what}: rank {owner.rank} has the {stage} stage; give it")
         for name, tensor in check_batch(inputs, target, owner.schedule.n_micro, keywords).items():
-            found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            shape = f"{tensor.dtype} {tuple(tensor.shape)}"
             # Only its own shapes: training and evaluation have one object each, so that their
             # batch sizes may differ.
-            before = self._shapes.setdefault(name, found)
-            if before != found and not owner.varying_shapes:
+            before = self._shapes.setdefault(name, shape)
+            if before != shape and not owner.varying_shapes:
                 raise ValueError(
-                    f"{name} is {found}, and the first batch had {before}: the ranks receive into "
+                    f"{name} is {shape}, and the first batch had {before}: the ranks receive into "
                     "memory of that shape; give batches of one shape, or make the runtime with "
                     "varying_shapes=True"
                 )
@@ -467,10 +470,10 @@ def _check_together(
     digest = hashlib.sha256(repr((schedule.rows, schedule.n_micro)).encode()).hexdigest()
     digests, problems = zip(*gather((digest, problem), group), strict=True)
     if any(problems):
-        told = [f"rank {number}: {text}" for number, text in enumerate(problems) if text]
-        raise ScheduleError(problem if len(set(problems)) == 1 else "; ".join(told))
+        lines = [f"rank {number}: {text}" for number, text in enumerate(problems) if text]
+        raise ScheduleError(problem if len(set(problems)) == 1 else "; ".join(lines))
     if len(set(digests)) > 1:
-        other = next(number for number, one in enumerate(digests) if one != digests[0])
+        other = next(number for number, text in enumerate(digests) if text != digests[0])
         raise ScheduleError(
             f"ranks 0 and {other} have different schedules, and would wait for each other for "
             "ever: make it on one rank and broadcast it"

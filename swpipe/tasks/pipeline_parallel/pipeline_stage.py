@@ -21,10 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from swpipe.tasks.pipeline_parallel.gradient_reductions import Reductions
-from swpipe.tasks.pipeline_parallel.paired_passes import Due, PlannedMicrobatch, plan_of
+from swpipe.tasks.pipeline_parallel.paired_passes import PlannedMicrobatch, PlannedPasses
 from swpipe.tasks.pipeline_parallel.split_backward import WeightPass, input_pass, whole_pass
-from swpipe.tasks.pipeline_parallel.stage_wires import Arrived, Receiver, Sender
+from swpipe.tasks.pipeline_parallel.stage_wires import Receiver, Sender
 from swpipe.tasks.pipeline_parallel.step_link import StepLink
 from swpipe.tasks.pipeline_parallel.torch_pipelining import Stage, find_tensors
 from swpipe.tasks.pipeline_parallel.wire import Packed, layouts_of, pack, unpack
@@ -41,14 +40,10 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         link: The process group for sends and receives.
         in_order: Whether the stage runs its I passes in the order of the microbatches.
         varying: Whether shapes and structures may change from microbatch to microbatch.
-        planned: The microbatches, from 0, that run by a plan of the module's layers, each with
-            whether its backward pass is split into I and W.
+        planned: See ``PlannedPasses``.
 
     Attributes:
-        over: The microbatch whose backward pass overlaps the next forward pass; None to run the
-            forward pass alone.
-        due: A function that runs the next backward pass of a planned microbatch, overlapped with a
-            forward pass; None to run the backward pass alone.
+        plans: The microbatches that run by plans of the module's layers.
     """
 
     def __init__(
@@ -77,27 +72,15 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         )
         self._packed: dict[int, Packed] = {}
         self._given: dict[int, tuple[Any, ...]] = {}
-        self._arrived_inputs: dict[int, Arrived] = {}
-        self._arrived_grads: dict[int, Any] = {}
         self._in_order = in_order
-        self.planned = planned
-        self.over: PlannedMicrobatch | None = None
-        self.due: Due | None = None
-        self._plans: dict[int, PlannedMicrobatch] = {}
+        self.plans = PlannedPasses(module, stage == 0, planned)
         self._micro = 0
-        self._reductions = Reductions()
-        self._scale = 1
 
     def finish(self) -> None:
-        """Wait for reductions and sent headers, and release the tensors of the step."""
-        self._reductions.finish()
-        self.scale_grads(self._scale)
-        self._scale = 1  # an evaluation comes without gradients
+        """Wait for sent headers, and release the tensors of the step."""
         for sender in (self._outputs, self._input_grads):
             sender.finish()
-        self._arrived_inputs.clear()
         self._given.clear()
-        self._arrived_grads.clear()
         self.clear_runtime_states()
 
     # ------------------------------------------------------------------ sends and receives
@@ -126,9 +109,7 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         """Store the outputs of the previous stage on this rank as the inputs of this stage."""
         # Packed, so that tensors within structures are detached, too: each stage has a graph of its
         # own. Their memory is shared, not copied.
-        packed = pack(prev_stage_outputs)
-        leaves = [tensor.detach() for tensor in packed.tensors]
-        self._arrived_inputs[mb_index] = Arrived(packed.header, leaves)
+        self._inputs.put(mb_index, pack(prev_stage_outputs))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
         """Send the header of the outputs if needed, and return the sends of the outputs."""
@@ -146,7 +127,7 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Store the gradients of this stage's outputs, from the next stage on this rank."""
-        self._arrived_grads[mb_index] = next_stage_bwd_outputs
+        self._output_grads.put(mb_index, pack(next_stage_bwd_outputs))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
         """Send the header of the inputs' gradients, and return the sends of the gradients.
@@ -159,7 +140,7 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
         """Return the module's positional arguments from the received or stored inputs."""
-        arrived = self._arrived_inputs.pop(fwd_chunk_id, None) or self._inputs.take(fwd_chunk_id)
+        arrived = self._inputs.take(fwd_chunk_id)
         # Only leaves that require gradients in the previous stage, as in one process: otherwise
         # autograd would compute gradients that nobody uses.
         gets_grads = self.has_backward and torch.is_grad_enabled()
@@ -170,8 +151,6 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
         """Return the received or stored gradients of the outputs."""
-        if bwd_chunk_id in self._arrived_grads:
-            return self._arrived_grads.pop(bwd_chunk_id)
         arrived = self._output_grads.take(bwd_chunk_id)
         return unpack(arrived.header, arrived.tensors)
 
@@ -179,16 +158,9 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
 
     def forward_maybe_with_nosync(self, *args: Any, **keywords: Any) -> Any:
         """Run the module, or the plan of its layers for a planned microbatch."""
-        if self._micro not in self.planned:
-            return super().forward_maybe_with_nosync(*args, **keywords)
-        if self.planned[self._micro]:
-            keywords["extra_block_kwargs"] = {"delay_wgrad_compute": True}
-        planned = PlannedMicrobatch(plan_of(self.submod, args, self.is_first, **keywords))
-        self._plans[self._micro] = planned
-        # ``over`` holds for one forward pass only.
-        over = self.over
-        self.over = None
-        return planned.run_forward(over)
+        if self._micro in self.plans.split:
+            return self.plans.run_forward(self._micro, args, keywords)
+        return super().forward_maybe_with_nosync(*args, **keywords)
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, **more: Any
@@ -239,12 +211,6 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         self._begin("W", bwd_chunk_id)
         return super().backward_weight_one_chunk(bwd_chunk_id, *args, **more)
 
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Start to reduce the gradients; ``finish`` waits for the end, and scales them."""
-        with self._reductions.in_background(self.submod):
-            super().perform_reduce_grad(1)
-        self._scale = grad_scale_factor
-
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
@@ -271,16 +237,13 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
                     "cannot be split, and would not be reduced: use B instead of I and W"
                 )
             return (), None
-        planned = self._plans.pop(self._micro, None)
+        planned = self.plans.under_way.pop(self._micro, None)
         outputs = bwd_kwargs["stage_output"]
         given = bwd_kwargs["input_values"]
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         if backward_type == "full":
-            if planned is not None:
-                due = self.due
-                self.due = None
-                return planned.whole_pass(outputs, bwd_kwargs["output_grads"], given, due), None
-            return whole_pass(outputs, bwd_kwargs["output_grads"], given), None
+            whole = whole_pass if planned is None else planned.whole_pass
+            return whole(outputs, bwd_kwargs["output_grads"], given), None
         # A backward pass that cannot be split adds to the weights' gradients in I already. If the I
         # are out of order, the gradients are then added up in another order than in one process,
         # and differ in their last bits. The identity and version of ``.grad`` show such additions.

@@ -142,7 +142,7 @@ def _check_data_parallel(
     if len(shared) > 1:
         raise ScheduleError(
             f"stage {stage}: the chunk is a DistributedDataParallel over ranks "
-            f"{listed([str(one) for one in sorted(shared)])} of the pipeline, each of which has "
+            f"{listed([str(rank) for rank in sorted(shared)])} of the pipeline, each of which has "
             "other stages: give it a process_group that has one rank of each pipeline"
         )
     if has_split and (chunk.find_unused_parameters or chunk.static_graph):
@@ -178,12 +178,12 @@ def check_batch(
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not tensor.dim():
             kind = f"of type {type(tensor).__name__}"
-            found = "a tensor without dimensions" if isinstance(tensor, Tensor) else kind
-            raise ValueError(f"{name} is {found}: give a tensor with rows of the batch")
+            kind = "a tensor without dimensions" if isinstance(tensor, Tensor) else kind
+            raise ValueError(f"{name} is {kind}: give a tensor with rows of the batch")
     sizes = {name: len(tensor) for name, tensor in tensors.items()}
     if len(set(sizes.values())) > 1:
-        told = ", ".join(f"{name} has {size} rows" for name, size in sizes.items())
-        raise ValueError(f"{told}: give all of them the same rows")
+        rows = ", ".join(f"{name} has {size} rows" for name, size in sizes.items())
+        raise ValueError(f"{rows}: give all of them the same rows")
     # Unequal microbatches would make the mean of their losses differ from the batch's mean.
     for name, size in sizes.items():
         if size < 1 or size % n_micro:

@@ -65,7 +65,7 @@ class WeightPass:
         self.kept = {}
         try:
             for nodes, leaves in _apart({node: self.below[node] for node in edges}):
-                begins = [one for node in nodes for one in edges[node]]
+                begins = [root for node in nodes for root in edges[node]]
                 if begins and leaves:
                     roots, grads = zip(*begins, strict=True)
                     # The pass of several nodes may run through branch nodes that have a pass of
@@ -84,12 +84,12 @@ def _apart(below: dict[Node, set[Tensor]]) -> list[tuple[list[Node], set[Tensor]
     groups: list[tuple[list[Node], set[Tensor]]] = []
     for node, leaves in below.items():
         nodes = [node]
-        found = set(leaves)
-        for group in [one for one in groups if not leaves.isdisjoint(one[1])]:
+        union = set(leaves)
+        for group in [group for group in groups if not leaves.isdisjoint(group[1])]:
             groups.remove(group)
             nodes = [*group[0], *nodes]
-            found = found | group[1]
-        groups.append((nodes, found))
+            union = union | group[1]
+        groups.append((nodes, union))
     return sorted(groups, key=lambda group: -len(group[0]))
 
 
@@ -107,12 +107,12 @@ def input_pass(
         The gradients of the inputs, and the remaining work for W, or None if no work remains.
     """
     roots = _roots(outputs, grads)
-    ours = _requiring(inputs)
-    ends = {get_gradient_edge(one).node for one in ours}
+    leaves = _requiring(inputs)
+    ends = {get_gradient_edge(leaf).node for leaf in leaves}
     graph = _Graph([edge.node for edge, _ in roots], ends)
     if not graph.can_be_split:
         return whole_pass(outputs, grads, inputs), None
-    found: dict[int, Tensor | None] = {}
+    grad_of: dict[int, Tensor | None] = {}
     kept: dict[Node, Grads] = {}
     handles = [node.register_prehook(partial(_keep, kept, node)) for node in graph.branches]
     on_way = graph.above | ends  # a stage may return an input unchanged
@@ -121,8 +121,10 @@ def input_pass(
         if above:
             edges, values = zip(*above, strict=True)
             # retain_graph: W runs the branch nodes again.
-            results = torch.autograd.grad(edges, ours, values, retain_graph=True, allow_unused=True)
-            found = {id(one): grad for one, grad in zip(ours, results, strict=True)}
+            results = torch.autograd.grad(
+                edges, leaves, values, retain_graph=True, allow_unused=True
+            )
+            grad_of = {id(leaf): grad for leaf, grad in zip(leaves, results, strict=True)}
     finally:
         for handle in handles:
             handle.remove()
@@ -130,7 +132,7 @@ def input_pass(
     begins = [*(edge.node for edge, _ in alone), *graph.branches]
     left = WeightPass(alone, kept, {node: _leaves_below(node, on_way) for node in begins})
     _let_go(outputs)
-    return tuple(found.get(id(one)) for one in inputs), left
+    return tuple(grad_of.get(id(value)) for value in inputs), left
 
 
 def whole_pass(
@@ -144,14 +146,14 @@ def whole_pass(
         The gradients of the inputs.
     """
     roots = _roots(outputs, grads)
-    ours = _requiring(inputs)
-    before = [one.grad for one in ours]
-    found: dict[int, Tensor] = {}
+    leaves = _requiring(inputs)
+    before = [leaf.grad for leaf in leaves]
+    grad_of: dict[int, Tensor] = {}
     # A hook gets the gradient with its own strides; ``.grad`` would have the strides of the input.
     # Kernels choose the order of their sums by the strides.
     handles = [
-        one.register_hook(partial(found.__setitem__, id(one)))  # type: ignore[no-untyped-call]
-        for one in ours
+        leaf.register_hook(partial(grad_of.__setitem__, id(leaf)))  # type: ignore[no-untyped-call]
+        for leaf in leaves
     ]
     try:
         if roots:
@@ -160,14 +162,14 @@ def whole_pass(
     finally:
         for handle in handles:
             handle.remove()
-    for one, grad in zip(ours, before, strict=True):
-        one.grad = grad
+    for leaf, grad in zip(leaves, before, strict=True):
+        leaf.grad = grad
     _let_go(outputs)
-    return tuple(found.get(id(one)) for one in inputs)
+    return tuple(grad_of.get(id(value)) for value in inputs)
 
 
 def _roots(outputs: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> list[Root]:
-    given = [torch.ones_like(one) for one in outputs] if grads is None else grads
+    given = [torch.ones_like(output) for output in outputs] if grads is None else grads
     return [
         (get_gradient_edge(output), grad)
         for output, grad in zip(outputs, given, strict=True)
@@ -176,7 +178,7 @@ def _roots(outputs: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> 
 
 
 def _requiring(inputs: Sequence[Any]) -> list[Tensor]:
-    return [one for one in inputs if isinstance(one, Tensor) and one.requires_grad]
+    return [v for v in inputs if isinstance(v, Tensor) and v.requires_grad]
 
 
 def _let_go(outputs: Sequence[Tensor]) -> None:
@@ -231,14 +233,14 @@ class _Graph:
 def _leaves_below(begin: Node, on_way: set[Node]) -> set[Tensor]:
     """Return the leaves that a node reaches without the nodes on the paths to the inputs."""
     leaves = set()
-    seen = set(on_way)
+    visited = set(on_way)
     todo = [begin]
     while todo:
         node = todo.pop()
         if (leaf := getattr(node, "variable", None)) is not None:
             leaves.add(leaf)
-        below = [one for one, _ in node.next_functions if one is not None and one not in seen]
-        seen.update(below)
+        below = [n for n, _ in node.next_functions if n is not None and n not in visited]
+        visited.update(below)
         todo += below
     return leaves
 

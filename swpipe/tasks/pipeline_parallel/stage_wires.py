@@ -105,6 +105,7 @@ class Receiver:
         self._varying = varying
         self._header: bytes | None = None
         self._arriving: dict[int, tuple[bytes, list[Tensor]]] = {}
+        self._local: dict[int, Arrived] = {}
 
     def start(self, micro: int) -> list[dist.P2POp]:
         """Wait for the header if one is sent, and return the receives of the tensors."""
@@ -124,11 +125,17 @@ class Receiver:
         # By microbatch: torch starts the receives of several microbatches before the first is used.
         self._arriving[micro] = header, memory
         return _operations(
-            dist.irecv, [one for one in memory if len(one)], self._stage, self._source
+            dist.irecv, [part for part in memory if len(part)], self._stage, self._source
         )
 
+    def put(self, micro: int, packed: Packed) -> None:
+        """Store the detached value of a neighbouring stage on this rank, which sends nothing."""
+        self._local[micro] = Arrived(packed.header, [tensor.detach() for tensor in packed.tensors])
+
     def take(self, micro: int) -> Arrived:
-        """Return the header and the tensors of a microbatch whose receives have ended."""
+        """Return the header and the tensors of a microbatch that was stored or received."""
+        if micro in self._local:
+            return self._local.pop(micro)
         header, memory = self._arriving.pop(micro)
         pairs = zip(layouts_of(header), memory, strict=True)
         return Arrived(header, [layout.tensor_of(part) for layout, part in pairs])

@@ -91,9 +91,9 @@ class StepLink:
             The first failure of the step.
         """
         place = "before the step" if before else f"at {self.place or 'its start'}"
-        told = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
         rank = dist.get_rank(self._parent)
-        own = StepFailure(rank, place, shorten(" ".join(told.split()), MOST_IN_MESSAGE), before)
+        own = StepFailure(rank, place, shorten(" ".join(text.split()), MOST_IN_MESSAGE), before)
         try:
             first = within(STORE_S, lambda: self._record(own))
         except RuntimeError as gone:

@@ -10,7 +10,7 @@ States in parentheses are outside of the context: in the chunks and in the optim
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +20,6 @@ from swpipe.core.context import IterContext
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.plans.pipeline_parallel.pipeline_training import LOAD, STEP, UPDATE
 from swpipe.tasks.pipeline_parallel.pipeline_runtime import PipelineRuntime, SerialRuntime
-from swpipe.tasks.workload import gradients_of
 
 Runtime: TypeAlias = PipelineRuntime | SerialRuntime
 
@@ -62,8 +61,9 @@ class PipelineTrainTasks:
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         """Return the three tasks in serial order."""
-        reads = DeclaredIO(state="parameters", mode="r", memory=list(self._runtime.modules))
-        gradients = gradients_of(self._runtime.modules, "gradients")
+        modules = self._runtime.modules
+        reads = DeclaredIO(state="parameters", mode="r", memory=list(modules))
+        gradients = _gradients(p for module in modules for p in module.parameters())
         updates = [
             DeclaredIO(state="gradients", mode="r"),
             DeclaredIO(state="parameters"),
@@ -74,3 +74,18 @@ class PipelineTrainTasks:
             PipelineTask(STEP, self.step, io=[reads, gradients]),
             PipelineTask(UPDATE, self.update, io=updates),
         )
+
+
+def _gradients(parameters: Iterable[Tensor]) -> DeclaredIO:
+    """Return a declaration of the parameters' gradients as a state."""
+    # The list is made once, so that captured and restored gradients match by position.
+    parameters = list(parameters)
+
+    def restore(gradients: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def capture() -> list[Tensor | None]:
+        return [parameter.grad for parameter in parameters]
+
+    return DeclaredIO(capture, restore, "gradients")

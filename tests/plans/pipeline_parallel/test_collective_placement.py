@@ -93,6 +93,18 @@ def test_collectives_take_the_link_one_by_one_while_passes_run() -> None:
     assert report.bubbles == (19 - 6,)
 
 
+def test_a_rank_reduces_one_stage_at_a_time() -> None:
+    """A slow reduction delays no pass of the rank, but the next reduction, and what follows it."""
+    text = "0F0,1F0,2F0,2B0,2REDUCE_GRAD,1B0,1REDUCE_GRAD,0B0,0REDUCE_GRAD"
+    report = check_schedule(PipelineSchedule.from_csv(text), costs(5, 5))
+    times = {str(one.action): (one.start, one.end) for one in report.times[0]}
+    assert times["2REDUCE_GRAD"] == (5, 10)
+    assert times["1B0"] == (5, 7)
+    assert times["1REDUCE_GRAD"] == (10, 15)
+    assert times["0B0"] == (10, 12)
+    assert times["0REDUCE_GRAD"] == (15, 20)
+
+
 def test_a_stage_is_reduced_after_its_last_weight_gradients() -> None:
     """At once, and before it is freed."""
     placed = place_collectives(looped(2, 3, 4), max_unsharded=3)

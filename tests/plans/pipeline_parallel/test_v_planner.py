@@ -27,6 +27,7 @@ from swpipe.plans.pipeline_parallel.v_order import (
     VOrders,
     lower_bound,
 )
+from swpipe.plans.pipeline_parallel.v_patterns import _with_swaps, swapped_patterns
 from swpipe.plans.pipeline_parallel.v_planner import LocalSearch
 from swpipe.plans.pipeline_parallel.v_starts import GreedyOrder
 from tests.plans.pipeline_parallel.zbv_figures import MEMORY, PUBLISHED, Published
@@ -113,8 +114,9 @@ def test_a_plan_is_the_best_of_all_orders(costs: PipelineCosts, objective: Objec
     assert plan.value == pytest.approx(best, abs=1e-9)
 
 
-def test_torch_order_is_tried_whatever_the_effort() -> None:
+def test_torch_order_is_tried_whatever_the_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no other start is tried, the plan is as good as torch's order all the same."""
+    monkeypatch.setattr(v_planner, "_PATTERN_PASSES", 0)
     row = next(r for r in PUBLISHED if r.torch_bubble < r.bubble)
     plan = plan_v_schedule(row.n, row.m, row.costs, objective="bubble", effort=1e-9)
     assert (plan.value, plan.published) == (row.torch_bubble, row.bubble)
@@ -129,9 +131,15 @@ def test_torch_order_is_tried_whatever_the_effort() -> None:
     ids=["V-Min", "V-Half"],
 )
 def test_little_memory_is_used_as_well_as_by_the_published_blocks(
-    n: int, costs: tuple[int, int, int, int], half: bool, chunks: int, makespan: int
+    n: int,
+    costs: tuple[int, int, int, int],
+    half: bool,
+    chunks: int,
+    makespan: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The figures are their own scheduler's; at equal memory."""
+    """The figures are their own scheduler's; at equal memory, without swapped patterns."""
+    monkeypatch.setattr(v_planner, "_PATTERN_PASSES", 0)
     orders = VOrders(n, 3 * n, PipelineCosts(*costs, *MEMORY, math.inf))
     own = check_schedule(orders.schedule_of(block_orders(n, 3 * n)[half]), orders.costs)
     limit = chunks * MEMORY[0]
@@ -155,13 +163,56 @@ def test_little_memory_is_used_as_well_as_by_the_published_blocks(
     ],
 )
 def test_memory_between_the_published_blocks_is_used_as_well_as_by_a_search_over_uniform_blocks(
-    n: int, m: int, forward: int, backward: int, weight: int, hop: int, chunks: int, makespan: int
+    n: int,
+    m: int,
+    forward: int,
+    backward: int,
+    weight: int,
+    hop: int,
+    chunks: int,
+    makespan: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The figures are those of the published search, which tries each uniform block."""
+    """The figures are those of the published search, which tries each uniform block.
+
+    The blocks alone suffice, without swapped patterns.
+    """
+    monkeypatch.setattr(v_planner, "_PATTERN_PASSES", 0)
     costs = PipelineCosts(
         forward, backward, weight, hop, f_mem=2, b_mem=0, w_mem=-2, max_mem=2 * chunks
     )
     assert plan_v_schedule(n, m, costs, effort=0.01).value <= makespan
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "backward", "weight", "hop", "chunks", "makespan"),
+    [
+        (4, 8, 12, 8, 1, 4, 702),
+        (4, 8, 15, 6, 2, 4, 864),
+        (4, 16, 12, 8, 1, 4, 1310),
+        (4, 16, 15, 6, 2, 4, 1648),
+        (8, 16, 12, 8, 1, 8, 1420),
+        (8, 16, 15, 6, 2, 8, 1764),
+        pytest.param(8, 16, 15, 6, 2, 12, 1356, marks=pytest.mark.slow),
+    ],
+)
+def test_with_any_effort_a_plan_is_no_worse_than_a_search_over_uniform_blocks(
+    n: int, m: int, backward: int, weight: int, hop: int, chunks: int, makespan: int
+) -> None:
+    """These settings, of 27, need swapped patterns; the figures are the published search's."""
+    costs = PipelineCosts(10, backward, weight, hop, f_mem=2, b_mem=0, w_mem=-2, max_mem=2 * chunks)
+    assert plan_v_schedule(n, m, costs, effort=1e-9).value <= makespan
+
+
+def test_swaps_of_a_pattern_are_made_in_all_places_and_in_runs_of_them() -> None:
+    """Places that do not overlap, from the first to the last."""
+    row = [0, 1, 0, 1, 2, 0, 1]
+    in_all = [1, 0, 1, 0, 2, 1, 0]
+    in_halves = [[1, 0, 0, 1, 2, 0, 1], [0, 1, 1, 0, 2, 1, 0]]
+    assert [*_with_swaps(row, "01", "10", 1)] == [in_all]
+    assert [*_with_swaps(row, "01", "10", 2)] == in_halves
+    assert [*_with_swaps(row, "01", "10", 4)] == []
+    assert [*_with_swaps(row, "23", "32", 1)] == []
 
 
 def test_with_the_memory_of_1f1b_no_uniform_block_is_tried() -> None:
@@ -261,8 +312,26 @@ def test_moves_lead_to_valid_orders_only(job: tuple[int, int, PipelineCosts], se
         assert figure(report, objective) == search.value <= before
 
 
-def test_a_search_that_stands_still_goes_on_elsewhere() -> None:
-    """Here the searches from all starts end at 471."""
+@examples("schedules", 15)
+@given(jobs(), st.integers(0, 300))
+def test_swapped_patterns_make_valid_orders_that_are_no_worse(
+    job: tuple[int, int, PipelineCosts], moves: int
+) -> None:
+    """Whatever the costs and the memory, and however few moves there are."""
+    n, m, costs = job
+    orders = VOrders(n, m, costs)
+    start = GreedyOrder(orders).make()
+    before = check_schedule(orders.schedule_of(start), costs)
+    for objective in ALL:
+        order, left = swapped_patterns(orders, objective, start, moves)
+        assert 0 <= left <= moves
+        report = check_schedule(orders.schedule_of(order), costs)
+        assert figure(report, objective) <= figure(before, objective) * (1 + 1e-9)
+
+
+def test_a_search_that_stands_still_goes_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the searches from all starts end at 471, without swapped patterns."""
+    monkeypatch.setattr(v_planner, "_PATTERN_PASSES", 0)
     forward = (30, 10, 30, 10)
     costs = PipelineCosts(forward, forward, [0.7 * time for time in forward], 2)
     assert plan_v_schedule(2, 4, costs, effort=0.1).value <= 464

@@ -167,41 +167,58 @@ def test_sharded_stages_have_the_bits_of_torchs_runtime(four_ranks: Ranks) -> No
 class Late(dist.Work):
     """A collective that runs when it is waited for, and not at all otherwise."""
 
-    def __init__(self, run: Callable[[], object]) -> None:
+    def __init__(self, run: Callable[[], object], under_way: set[Late]) -> None:
         super().__init__()
         self._run = run
+        self._under_way = under_way
+        under_way.add(self)
 
     def wait(self, *timeout: Any) -> bool:
         """Run it."""
         self._run()
+        self._under_way.remove(self)
         return True
 
 
-def late_reductions(kinds: tuple[str, ...]) -> list[tuple[str, set[bool], bool]]:
-    """Return by kind: whether reductions are in the background, and shards as torch's runtime's."""
+def late_reductions(kinds: tuple[str, ...]) -> list[tuple[str, set[bool], int, bool]]:
+    """Return how the reductions of each kind of stages run.
+
+    With the kind: whether they are in the background, the most that are under way at once, and
+    whether the shards equal those of torch's runtime.
+    """
     where = mesh()
     schedule = torch_schedule("zbv", 2, N_MICRO)
     real = dist.reduce_scatter_single
     background: list[bool] = []
+    under_way: set[Late] = set()
+    counts: list[int] = []
 
     def late(*, async_op: bool = False, **arguments: Any) -> Any:
         background.append(async_op)
-        return Late(lambda: real(**arguments)) if async_op else real(**arguments)
+        result = Late(lambda: real(**arguments), under_way) if async_op else real(**arguments)
+        counts.append(len(under_way))
+        return result
 
     found = []
     for kind in kinds:
         background.clear()
+        counts.clear()
         with mock.patch.object(dist, "reduce_scatter_single", late):
             ours = trained(kind, schedule, True, where)
         theirs = trained(kind, schedule, False, where)
-        found.append((kind, set(background), all(map(torch.equal, ours, theirs))))
+        same = all(map(torch.equal, ours, theirs))
+        found.append((kind, set(background), max(counts), same))
     return found
 
 
 def test_a_step_waits_for_its_reductions_at_the_end(four_ranks: Ranks) -> None:
-    """Unless FSDP divides or casts what arrives, or calls hooks with it."""
-    expected = [("fsdp", {True}, True), ("double", {False}, True), ("hooked", {False}, True)]
-    kinds = tuple(kind for kind, _, _ in expected)
+    """Unless FSDP divides or casts what arrives, or calls hooks with it; one stage at a time."""
+    expected = [
+        ("fsdp", {True}, 1, True),
+        ("double", {False}, 0, True),
+        ("hooked", {False}, 0, True),
+    ]
+    kinds = tuple(kind for kind, *_ in expected)
     assert four_ranks.run(late_reductions, kinds, deadline_s=240.0) == [expected] * 4
 
 
