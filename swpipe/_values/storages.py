@@ -83,7 +83,7 @@ class MemoryPrint:
     """The versions and contents of the memory of some tensors, at one moment."""
 
     def __init__(self, tensors: Iterable[Tensor], storages: Storages) -> None:
-        self._tensors = [(one, storages.of(one), version_of(one)) for one in tensors]
+        self._tensors = [(tensor, storages.of(tensor), version_of(tensor)) for tensor in tensors]
         self._sums: dict[StorageId, int] = {}
         for tensor, numbers, _ in self._tensors:
             # Views share a storage, whose checksum is computed once.

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# Loaders of ranks that end together are in a private room, since the engine uses them, too.
 from swpipe._distributed.even_data import (
     EvenData,
     EvenIterator,
@@ -18,6 +19,8 @@ from swpipe.loops.ahead_loop import AheadLoop, ahead
 from swpipe.loops.overlapping import Overlap, OverlappedLoop, overlap
 from swpipe.loops.resumable import Resumable, ResumableLoop
 
+# A type checker sees these names. At run time `__getattr__` imports them at their first use: a loop
+# would otherwise load the modules of feeds, stops and results behind it with its first batch.
 if TYPE_CHECKING:
     from swpipe.loops.feed_pace import Arrival
     from swpipe.loops.feed_workers import StoreWorker, serve_store, worker_processes
@@ -61,6 +64,7 @@ __all__ = [
     "worker_processes",
 ]
 
+# A name of this table stands in `__all__` and in the imports above, too.
 _LATE = {
     "Arrival": "feed_pace",
     "Feed": "feeding",
@@ -81,7 +85,8 @@ _LATE = {
 }
 """What few loops use, and the module that has it."""
 
-if not TYPE_CHECKING:  # which would take each name for Any
+# A type checker that saw this function would take every name of the module for Any.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         """Return what few loops use, loaded when it is asked for."""

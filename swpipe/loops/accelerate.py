@@ -107,7 +107,7 @@ class AccelerateLoader:
         return (
             self.unpack,
             replace(self.show, io=[shows]),
-            *(replace(one, io=[*one.io, asks]) if one.undeclared else one for one in given),
+            *(replace(t, io=[*t.io, asks]) if t.undeclared else t for t in given),
         )
 
     @property
@@ -131,7 +131,7 @@ class AccelerateLoader:
         known = self._gradient_state.dataloader_references
         # Only tasks of this iteration ask until the next show task: both are on the same thread.
         shown.end_of_dataloader, shown.remainder = ctx.pulled_flags
-        if not any(one is shown for one in known):
+        if not any(loader is shown for loader in known):
             self._gradient_state._add_dataloader(shown)
 
 

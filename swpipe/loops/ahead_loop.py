@@ -173,11 +173,11 @@ def ahead(
             functions; or another loop pulls ahead from the iterator; or ``device`` is not on this
             machine.
     """
-    for one in functions:
-        if not callable(one):
+    for function in functions:
+        if not callable(function):
             raise TypeError(
-                f"ahead() takes a loader and functions from a batch to a batch, and {shown(one)} "
-                "cannot be called"
+                "ahead() takes a loader and functions from a batch to a batch, and "
+                f"{shown(function)} cannot be called"
             )
     if type(workers) is not int or workers < 1 or (workers > 1 and not functions):
         raise ValueError(
@@ -213,15 +213,15 @@ def ahead(
 
 def function_tasks(functions: Iterable[Callable[[Any], Any]]) -> list[PipelineTask]:
     """Return a task for each function, by its name; with a number from the second of a name on."""
-    found = []
+    tasks = []
     known = Counter[str]()
     for function in functions:
         name = getattr(function, "__name__", type(function).__name__).strip("<>")
         known[name] += 1
         if known[name] > 1:
             name = f"{name} {known[name]}"
-        found.append(PipelineTask(name, _on_batch(function), pure=True))
-    return found
+        tasks.append(PipelineTask(name, _on_batch(function), pure=True))
+    return tasks
 
 
 def _on_batch(function: Callable[[Any], Any]) -> Callable[[Any], None]:

@@ -307,10 +307,10 @@ class _Ranks:
             if self._left.reaches(1, _ANSWERS_S):
                 return
         # The greatest place is the first one that no rank has passed: all ranks can end there.
-        said = [json.loads(one) for one in self._store.multi_get(self._keys)]
-        reasons = [f"{why} on rank {rank}" for rank, (_, why) in enumerate(said) if why]
+        answers = [json.loads(answer) for answer in self._store.multi_get(self._keys)]
+        reasons = [f"{why} on rank {rank}" for rank, (_, why) in enumerate(answers) if why]
         self._reason = reasons[0]
-        self._last = max(tuple(at) for at, _ in said)
+        self._last = max(tuple(at) for at, _ in answers)
 
 
 def _number(name: str) -> signal.Signals:
@@ -328,7 +328,7 @@ _masks = threading.local()  # the signal mask before the fork, of each thread th
 
 def _before_fork() -> None:
     """Block the handled signals, so that none reaches the child before its handlers are set."""
-    numbers = [number for one in _entered for number in one._earlier]
+    numbers = [number for stop in _entered for number in stop._earlier]
     _masks.earlier = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
@@ -338,8 +338,8 @@ def _after_fork() -> None:
 
 def _after_fork_in_child() -> None:
     # The child is no rank: it must not ask the job to stop when it gets a signal.
-    for one in reversed(_entered):
-        one._restore()
+    for stop in reversed(_entered):
+        stop._restore()
     _entered.clear()
     _after_fork()
 

@@ -249,19 +249,8 @@ def through(
         ValueError: Two functions are on the caller's thread, or ``ahead``, ``behind`` or
             ``workers`` is too small; or as for ``ahead``.
     """
-    for each in functions:
-        if not (callable(each) or isinstance(each, OnCaller)):
-            raise TypeError(
-                "through() takes a loader and functions, of which one may be on_caller(function), "
-                f"and {shown(each)} is neither"
-            )
+    marked = _marked(functions)
     plain = [each.function if isinstance(each, OnCaller) else each for each in functions]
-    marked = [each for each in functions if isinstance(each, OnCaller)]
-    if len(marked) > 1:
-        names = listed([shown(each.function) for each in marked])
-        raise ValueError(
-            f"{names} are all on_caller(), and there is one such place: make one function of them"
-        )
     place = functions.index(marked[0]) if marked else len(functions)
     threads = _threads(plain, place, workers)
     before = max(threads[:place], default=1)
@@ -306,6 +295,23 @@ def through(
     loop._handed = handed
     loop._kept = deque()
     return loop
+
+
+def _marked(functions: Sequence[Function | OnCaller]) -> list[OnCaller]:
+    """Return the function on the caller's thread, if there is one."""
+    for each in functions:
+        if not (callable(each) or isinstance(each, OnCaller)):
+            raise TypeError(
+                "through() takes a loader and functions, of which one may be on_caller(function), "
+                f"and {shown(each)} is neither"
+            )
+    marked = [each for each in functions if isinstance(each, OnCaller)]
+    if len(marked) > 1:
+        names = listed([shown(each.function) for each in marked])
+        raise ValueError(
+            f"{names} are all on_caller(), and there is one such place: make one function of them"
+        )
+    return marked
 
 
 def _threads(
