@@ -1,8 +1,9 @@
 """A loader that takes as long as training: pulled ahead by swpipe, by hand, and by DataLoader.
 
 The loader reads, inflates and makes features, as a dataset does. A thread that pulls, and a queue
-that holds one batch, are what one writes by hand. Over these an iteration may take 30 us more where
-there is nothing to do, and nothing where both cores are busy.
+that holds one batch, are what one writes by hand. The thread makes the next batch while the queue
+is full, so that both ways are two batches ahead of the body. Over a thread and a queue an iteration
+may take 30 us more where there is nothing to do, and 3% more where both cores are busy.
 """
 
 from __future__ import annotations

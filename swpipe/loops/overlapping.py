@@ -56,6 +56,11 @@ if TYPE_CHECKING:
 
 _GROUP = "loader"
 
+_DEPTH = 3
+"""The iterations in flight if only the loader is ahead: the body's batch, one that is ready, and
+one that is being pulled. With 2, the two threads would wait for each other at every batch, and
+whichever is late makes the other one late."""
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -148,7 +153,6 @@ class OverlappedLoop(ResumableLoop[C]):
             LoaderDraws(generators, generators.own, declared=self._draws, known=known),
             ahead=True,
             most=plan.depth,
-            beside=True,
             # A loader that is apart makes its batches elsewhere, or from data that nobody writes.
             data=None if apart else LoaderData(inner),
             times=PullTimes(only_pulls=plan.pull_group == _GROUP and groups == {DEFAULT_GROUP}),
@@ -242,7 +246,8 @@ def overlap(
             assumed to read no file and no shared memory that the loop writes. True declares, for
             any other loader, that it does not read what the loop changes; that nobody asks it for
             more than its batches, such as its state in mid-pass; and that it begins each pass anew,
-            or is an iterator. False: never.
+            or is an iterator. False: never. Two batches are pulled ahead, or three if tasks run
+            ahead.
         draws: Whether the loader uses the default random generators of torch, numpy or Python after
             the first batch of a pass, even if it seeds one and sets it back. False: it does not;
             some pulls are checked. True: it does, and the loop's tasks and body do not; this is
@@ -363,15 +368,9 @@ def loop_over(
     if ahead and not behind:  # a plan needs one task for the leading tasks to run ahead of
         behind = (HAND_OVER,)
     given = (*leading, *behind)
-    if leading:
-        plan = _plan(leading, behind, loader, workers)
-    else:
-        if workers != 1:
-            why = (*why, f"workers={shown(workers)} are not used: no task runs ahead.")
-        # No task runs ahead. If the loader does, a thread of its own pulls for the serial plan.
-        plan = PipelinePlan.serial(given)
-        if ahead:
-            plan = replace(plan, pull_group=_GROUP, pipeline_depth=None)
+    if workers != 1 and not leading:
+        why = (*why, f"workers={shown(workers)} are not used: no task runs ahead.")
+    plan = _plan(leading, behind, loader, workers, ahead=ahead)
     if keep is not None or depth is not None:
         plan = replace(plan, keep=keep, pipeline_depth=depth or plan.pipeline_depth)
     functions = AheadTasks(given, len(leading), pulled_ahead=ahead, workers=workers)
@@ -408,8 +407,17 @@ def _check_loader(loader: Any, draws: object) -> None:
 
 
 def _plan(
-    leading: Sequence[PipelineTask], behind: Sequence[PipelineTask], loader: Any, workers: int
+    leading: Sequence[PipelineTask],
+    behind: Sequence[PipelineTask],
+    loader: Any,
+    workers: int,
+    *,
+    ahead: bool,
 ) -> PipelinePlan:
+    if not leading:
+        plan = PipelinePlan.serial(behind)
+        # If the loader runs ahead, a thread of its own pulls for the serial plan.
+        return replace(plan, pull_group=_GROUP, pipeline_depth=_DEPTH) if ahead else plan
     copies = len(leading) == 1 and isinstance(leading[0].fn, BatchCopy)
     if copies and workers == 1 and gives_pinned(loader):
         # The copy is only launched. A thread would cost the loop more than it takes off it, since

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 import swpipe
 from swpipe import PipelineTask
+from swpipe.pipeline import settle
 from tests.loops.ordinary_loops import Training, batches
 
 # Told where the body draws, too; test_draws looks at it.
@@ -56,6 +58,24 @@ def test_what_runs_ahead_is_told_and_what_to_say_of_the_rest(
         assert told in " ".join(str(loop.overlap).split())
         assert loop.overlap.plan.pull_group == "loader"
         assert (len(loop), len(list(loop))) == (5, 5)
+
+
+@pytest.mark.parametrize(("tasks", "ahead"), [([train], 2), ([measured(), train], 3)])
+def test_two_batches_are_pulled_ahead_and_three_where_tasks_run_ahead(
+    tasks: list[Any], ahead: int
+) -> None:
+    """One that is ready while the next is being pulled: neither thread waits at every batch."""
+    pulled: list[int] = []
+
+    def loader() -> Iterator[int]:
+        for number in range(9):
+            pulled.append(number)
+            yield number
+
+    with swpipe.overlap(loader(), tasks, pull_ahead=True, draws=True, device="cpu") as loop:
+        for number, _ in enumerate(loop, 1):
+            settle(loop.pipe)
+            assert len(pulled) == min(9, number + ahead)
 
 
 class Own(DataLoader[Any]):
