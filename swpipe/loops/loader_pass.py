@@ -30,15 +30,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
+from inspect import GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from typing import Any
 
-from swpipe._engine.waiting import Cancelled
+from swpipe._engine.waiting import Cancelled, ProgressCounter
 from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
-from swpipe.loops.pass_generators import States, changed
+from swpipe.loops.pass_generators import States
 from swpipe.loops.pass_record import PassRecord
 from swpipe.loops.place_in_pass import begun_again
 from swpipe.loops.pulled_loader import PulledLoader
@@ -85,34 +86,25 @@ class LoaderPass:
         self.had_live_workers = of.has_live_workers
         self._of = of
         self.record = PassRecord(of)
-        # A Condition takes and releases a plain Lock in several steps; an RLock has methods for it.
+        # Reentrant: a signal handler may save a state in the middle of a hand-over.
         self._lock = threading.RLock()
-        self._pulled_last = threading.Condition(self._lock)
-        self._pulling = False
-        self._open = False  # the pipeline is iterating over the current iterator
-        self._at_end = False  # nothing more is pulled: the loader has ended, or was released
-        self._end_is_known = False  # the loader has ended
+        self._begun = 0  # how many pulls have begun
+        self._returned = ProgressCounter()  # how many of these have returned
+        self._end = ""  # ENDED or LEFT if nothing more is pulled
         # Incremented when the pass is left: a pull for an older part is cancelled.
         self._part = 0
         self._first = 0  # the number of the iteration that has the first batch of the pass
-        self._quick = 0  # the number of pulls that are not worth a thread
         self._sampling: list[Any] | None = None
         of.draws.begin()
         if of.data is not None:
             of.data.begin()
         if of.times is not None:
             of.times.begin()
-            self._quick = of.times.serial
         if saved is None:
-            # The states are read before iter(loader): samplers may draw their seed in there.
-            self._at_start = of.generators.read()
-            self._batches, self._loader_at_start = self.record.begin()
+            self._batches = self.record.begin()
         else:
-            self._at_start = saved["at_start"]
-            self._loader_at_start = saved["loader_at_start"]
             self._batches = begun_again(of, self.record, saved)
         self._prepared = PreparedCheck(self._batches) if of.ahead else None
-        self._when_begun = of.generators.read()
         self.iterator = self._pull()
 
     def state_dict(self, *, check: bool) -> dict[str, Any]:
@@ -127,7 +119,6 @@ class LoaderPass:
             self.await_pull()
         with self._lock:
             pulls = self.record.up_to(self.handed_out)
-            again = self.record.again(self.handed_out)
             # None means that no pass had begun; an empty dict, that one had begun without any pull.
             after_pull: States | None = None if self.pulled else {}
             # The generators are past the last batch if more was pulled, or if the end was found.
@@ -135,13 +126,9 @@ class LoaderPass:
                 after_pull = of.draws.drawn(pulls[-1].after)
             state = {
                 "batches": self.handed_out,
-                "at_start": self._at_start,
                 "generators": of.generators.read(),
-                "loader": pulls[0].loader if pulls else self._loader_at_start,
-                "loader_at_start": self._loader_at_start,
-                "again": again if check else [(before, None) for before, _ in again],
                 "after_pull": after_pull,
-                "coming": self.record.coming(self.handed_out) if check else [],
+                **self.record.state_dict(self.handed_out, check=check),
                 **of.draws.state_dict(),
             }
         # Without the lock: a loader may take long to tell its state.
@@ -158,6 +145,14 @@ class LoaderPass:
     def is_ahead(self) -> bool:
         """Whether more batches were pulled than were handed out."""
         return self.pulled > self.handed_out
+
+    @property
+    def _pulling(self) -> bool:
+        return self._returned.count < self._begun
+
+    @property
+    def _end_is_known(self) -> bool:
+        return self._end == ENDED and self.failure is None
 
     def drawn_by_others(self) -> frozenset[str]:
         """Return the generators that other code drew from since the last pull ahead.
@@ -188,10 +183,14 @@ class LoaderPass:
             elif self._sampling or type(of.loader) is list:
                 self._check_unchanged(self._sampling)
             of.draws.asked(self.handed_out, pulling=self._pulling)
-            self._check_tensors()
+            if of.draws.watches(self.handed_out + 1):
+                self._check_tensors()
 
     def _check_tensors(self) -> None:
-        """Refuse a body that has used tensors of the loader, in which the two are not in turn."""
+        """Refuse a body that has used tensors of the loader, in which the two are not in turn.
+
+        The pull after this body is watched.
+        """
         draws = self._of.draws
         used = draws.tensors.end_body()
         if draws.in_turn:
@@ -202,8 +201,8 @@ class LoaderPass:
                 "ahead: it would find what a later pull has written. Let the loader hand out a "
                 "copy, or do not pull it ahead"
             )
-        # Both pulls around the body were serial, so only the body can have changed the tensors.
-        if draws.watches(self.pulled) and draws.watches(self.pulled + 1):
+        # If the pull before the body was watched, too, only the body can have changed the tensors.
+        if draws.watches(self.handed_out):
             _refuse_changed(draws.tensors.changed())
 
     @property
@@ -214,12 +213,15 @@ class LoaderPass:
             return False
         with self._lock:
             # If the iterator is open, the pipeline may be about to find that it ends here.
-            return not (self.is_ahead or self._pulling or self._open) and self._wants_turn()
+            is_open = getgeneratorstate(self.iterator) in (GEN_RUNNING, GEN_SUSPENDED)
+            return not (self.is_ahead or self._pulling or is_open) and self._wants_turn()
 
     def _wants_turn(self) -> bool:
-        of = self._of
-        quick = self.pulled < self._quick
-        return quick or (of.beside and of.draws.wants_turn(self.pulled + 1))
+        times = self._of.times
+        if times is None:
+            return False
+        quick = times.quick or self.pulled < times.serial
+        return quick or self._of.draws.wants_turn(self.pulled + 1)
 
     def take(self) -> Any:
         """Pull the next batch now, while nothing else of the loop runs.
@@ -227,16 +229,16 @@ class LoaderPass:
         Raises:
             StopIteration: The loader has no more batches.
         """
-        if self._at_end or not self._advance(alone=True):
+        if self._end or not self._advance(alone=True):
             raise StopIteration
         return self._taken(self._part)
 
     def go_on(self) -> bool:
         """Make a new iterator after one has ended; return False at the loader's end."""
         with self._lock:
-            if not self._at_end:
+            if not self._end:
                 self.iterator = self._pull()
-            return not self._at_end
+            return not self._end
 
     def _check_unchanged(self, sampling: list[Any]) -> None:
         """Refuse a list or samplers that would give other batches now than were pulled ahead."""
@@ -279,7 +281,7 @@ class LoaderPass:
             self.await_pull()
             if self._of.data is not None:
                 _refuse_changed(self._of.data.changed)
-            if self.is_ahead or (not self._at_end and self._advance(alone=True)):
+            if self.is_ahead or (not self._end and self._advance(alone=True)):
                 raise ValueError(f"the loader has more batches than its length, {self.handed_out}")
         self.ended = True
         if self.failure is not None:
@@ -307,7 +309,6 @@ class LoaderPass:
             # that still pulls for the old part is cancelled by the number of the part.
             if self._of.goes_on:
                 self._part += 1
-                self._open = False
                 self.iterator = self._pull()
                 return self._of.draws.drawn_by_either(self.handed_out)
             self.lost = self.is_ahead or self._pulling
@@ -351,10 +352,8 @@ class LoaderPass:
     def undo(self) -> None:
         """Undo a pass that has begun without any pull: release it, and set its draws back."""
         self.release()
-        generators = self._of.generators
-        # If a state changed after the start, other code has drawn: setting back would undo that.
-        if not (self.pulled or changed(self._when_begun, generators.read())):
-            generators.write(self._at_start)
+        if not self.pulled:
+            self.record.undo()
 
     def release(self) -> None:
         """Drop the loader's iterator, as a ``for`` does: a generator's ``finally`` runs."""
@@ -362,7 +361,7 @@ class LoaderPass:
             self._batches = iter(())
             self.record.release()
             self._part += 1
-            self._at_end = True
+            self._end = self._end or LEFT
 
     def close(self) -> None:
         """Drop the loader itself, too, if it is an iterator: no other pass can follow."""
@@ -389,29 +388,26 @@ class LoaderPass:
         Raises:
             RuntimeError: The loader has not returned within ``_LEFT_S`` seconds.
         """
-        with self._lock:
-            if not self._pulled_last.wait_for(lambda: not self._pulling, _LEFT_S):
-                raise RuntimeError(
-                    f"the loader ({type(self._of.loader).__name__}) has not returned for "
-                    f"{_LEFT_S:.0f} s from a pull for the pass before, which was left"
-                )
+        if not self._returned.reaches(self._begun, _LEFT_S):
+            raise RuntimeError(
+                f"the loader ({type(self._of.loader).__name__}) has not returned for "
+                f"{_LEFT_S:.0f} s from a pull for the pass before, which was left"
+            )
 
     # --------------------------------------------------------------- what the pulling thread does
 
     def pull_first_alone(self) -> None:
         """Pull the first two batches of the pass, while nothing else runs."""
-        while self.pulled < 2 and not self._at_end and self._advance(alone=True):
+        while self.pulled < 2 and not self._end and self._advance(alone=True):
             pass
 
-    def _pull(self) -> Iterator[Any]:
+    def _pull(self) -> Generator[Any, None, None]:
         part = self._part
-        self._open = True
         while True:
             if self._pulling:  # for the previous part of the pass, which was left
                 self.await_pull()
             waiting = self.pulled > self.fed
-            if not waiting and (self._at_end or self._wants_turn() or not self._advance()):
-                self._open = False
+            if not waiting and (self._end or self._wants_turn() or not self._advance()):
                 return
             yield self._taken(part)  # no local variable: this frame must not keep the batch
 
@@ -430,11 +426,11 @@ class LoaderPass:
         number = self.pulled + 1
         alone = alone or not of.ahead
         with self._lock:
-            if self._at_end:  # released after the thread had looked
+            if self._end:  # released after the thread had looked
                 raise Cancelled
             self.record.begin_pull(self.handed_out)
             before = of.draws.before_pull(number, self.handed_out, alone=alone)
-            self._pulling = True
+            self._begun += 1
         # The lock is not held here: a save or a break must not wait for a slow loader.
         begin_s = time.perf_counter()
         try:
@@ -443,9 +439,7 @@ class LoaderPass:
             if of.times is not None:
                 of.times.note(begin_s, alone=alone, waited=alone and of.draws.in_turn)
             # In a finally block, because await_pull() would otherwise wait for a failed pull.
-            with self._lock:
-                self._pulling = False
-                self._pulled_last.notify_all()
+            self._returned.advance(self._begun)
 
     def _called(self, number: int, before: States, alone: bool) -> bool:
         """Call the loader for one batch, and note what the call did."""
@@ -483,13 +477,12 @@ class LoaderPass:
         pull = None if ended else self.record.entry(number, batch, before)
         with self._lock:
             draws.after_pull(number, before, alone=alone, batch=batch)
-            if self._at_end:  # released during the pull
+            if self._end:  # released during the pull
                 return False
             if pull is None:
                 self.failure = failure
                 self._batches = iter(())
-                self._at_end = True
-                self._end_is_known = failure is None
+                self._end = ENDED
                 return False
             pull.after = draws.after
             self.record.add(number, pull, self.handed_out)

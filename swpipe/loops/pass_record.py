@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from swpipe.core.loaders import SEQUENCES, are_same
 from swpipe.loops.batch_memory import Contents, has_checksums
-from swpipe.loops.pass_generators import States
+from swpipe.loops.pass_generators import States, changed
 from swpipe.loops.pulled_loader import PulledLoader
 
 _COMPARED = 4
@@ -82,27 +82,44 @@ class PassRecord:
         self._coming: dict[int, Sequence[int]] = {}
         # A function for each part that was dropped and modified: whether all references are gone.
         self._gone: list[Callable[[], bool]] = []
+        # The generators before and after the loader's iterator was made, and the loader's state.
+        self._at_start: States = {}
+        self._begun: States = {}
+        self._loader_at_start: Any = None
 
     # ------------------------------------------------------------------ the beginning of a pass
 
-    def begin(self) -> tuple[Iterator[Any], Any]:
-        """Begin a new pass, and return its batches and the loader's state, if it is known.
-
-        A loader of another kind than torch's may have no state before its first batch.
-        """
-        batches = iter(self._of.loader)
-        if isinstance(self._of.loader, DataLoader):
+    def begin(self) -> Iterator[Any]:
+        """Begin a new pass, and return its batches."""
+        of = self._of
+        # The states are read before iter(loader): samplers may draw their seed in there.
+        self._at_start = of.generators.read()
+        batches: Iterator[Any] = iter(of.loader)
+        # A loader of another kind than torch's may have no state before its first batch.
+        if isinstance(of.loader, DataLoader):
             self._state = self.ask()
-        return batches, self._state
+        self._loader_at_start = self._state
+        self._begun = of.generators.read()
+        return batches
 
     def begin_again(self, pulls: list[Pull], saved: Mapping[str, Any]) -> None:
         """Go on after pulls that were made again, up to the place where a state was saved."""
         handed_out = saved["batches"]
+        self._at_start = saved["at_start"]
+        self._loader_at_start = saved["loader_at_start"]
         self._last = handed_out
         self._pulls = dict(enumerate(pulls, handed_out - len(pulls) + 1))
         self._coming = dict(enumerate(saved["coming"], handed_out + 1))
         if saved["again"] or isinstance(self._of.loader, DataLoader):
             self._state = self.ask()
+        self._begun = self._of.generators.read()
+
+    def undo(self) -> None:
+        """Set the draws back of a pass that has begun without any pull."""
+        generators = self._of.generators
+        # If a state changed after the start, other code has drawn: setting back would undo that.
+        if not changed(self._begun, generators.read()):
+            generators.write(self._at_start)
 
     def ask(self) -> Any:
         """Return the loader's own state now, without the lock; None if it has none."""
@@ -249,19 +266,29 @@ class PassRecord:
         first = self._first(handed_out)
         return [pull for number, pull in self._pulls.items() if first <= number <= handed_out]
 
-    def again(self, handed_out: int) -> list[tuple[States, int | None]]:
-        """Return the generators and checksum of each batch that a resumed loop compares.
+    def state_dict(self, handed_out: int, *, check: bool) -> dict[str, Any]:
+        """Return the part of a state that leads back to the batch handed out last.
 
-        The checksum is None for a list, tuple or range, whose batches may differ.
+        Args:
+            handed_out: The number of that batch.
+            check: Whether to add the checksums that let a resumed loop refuse different batches.
         """
-        known = type(self._of.loader) in SEQUENCES
-        return [
-            (pull.before, None if known else pull.contents.checksum)
-            for pull in self.up_to(handed_out)
-            if pull.before is not None
-        ]
+        pulls = self.up_to(handed_out)
+        # The batches of a list, tuple or range may differ.
+        checked = check and type(self._of.loader) not in SEQUENCES
+        return {
+            "at_start": self._at_start,
+            "loader": pulls[0].loader if pulls else self._loader_at_start,
+            "loader_at_start": self._loader_at_start,
+            "again": [
+                (pull.before, pull.contents.checksum if checked else None)
+                for pull in pulls
+                if pull.before is not None
+            ],
+            "coming": self._checksums_ahead(handed_out) if check else [],
+        }
 
-    def coming(self, handed_out: int) -> list[list[int]]:
+    def _checksums_ahead(self, handed_out: int) -> list[list[int]]:
         """Return the checksums, as pulled, of the batches after the one that was handed out last.
 
         Of a list or tuple, these are all batches that may be pulled before the pass is left: tasks

@@ -30,7 +30,6 @@ class PulledLoader:
         generators: The random generators whose states are saved and compared.
         draws: The record of who uses these generators.
         ahead: Whether batches are pulled while earlier batches are in use.
-        beside: Whether batches are pulled while the loop's body runs.
         most: The maximum number of these batches; 0 if there are none.
         data: The loader's data, if code of the loader makes batches in this process while the body
             runs; else None.
@@ -41,7 +40,6 @@ class PulledLoader:
     generators: PassGenerators
     draws: LoaderDraws
     ahead: bool
-    beside: bool = False
     most: int = 0
     data: LoaderData | None = None
     times: PullTimes | None = None
@@ -50,6 +48,11 @@ class PulledLoader:
     def inner(self) -> Any:
         """The loader inside the wrappers of Accelerate and swpipe."""
         return torchs(self.loader)
+
+    @property
+    def beside(self) -> bool:
+        """Whether batches are pulled while the loop's body runs."""
+        return self.times is not None
 
     @cached_property
     def goes_on(self) -> bool:
@@ -77,10 +80,12 @@ class PulledLoader:
         A stream may continue in the next pass where it stopped, and a ``collate_fn`` may keep rows.
         """
         loader = self.inner
+        # Any other iterable may be a stream: only a list, tuple or range begins anew for certain.
         if not isinstance(loader, DataLoader):
             return type(loader) not in SEQUENCES
         streams = isinstance(loader.dataset, IterableDataset)
         collates = loader.collate_fn not in (default_collate, default_convert)
+        # What worker processes keep is not in this process.
         return not self.workers and (streams or collates)
 
     @cached_property
@@ -102,6 +107,8 @@ class PulledLoader:
     def has_place(self) -> bool:
         """Whether the place in a pass is known, by a state or a number of batches."""
         loader = self.inner
+        # A number of batches leads back to the same place only where batches have an order of their
+        # own; a stream may have moved on.
         streams = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
         counts = isinstance(loader, DataLoader | Sequence | Tensor) and not streams
         return counts or has_state_dict(loader)
@@ -141,6 +148,7 @@ def with_state(loader: Any) -> Any:
     """Return the loader, or a ``StatefulLoader`` of it if its iterators have ``get_state``."""
     if has_state_dict(loader):
         return loader
+    # grain is not imported here: without it loaded, no loader can be one of grain's.
     grain = sys.modules.get("grain")
     makes = tuple(getattr(grain, name, ()) for name in ("IterDataset", "DataLoader"))
     methods = ("get_state", "set_state")

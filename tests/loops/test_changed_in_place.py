@@ -148,7 +148,7 @@ def test_an_attribute_that_is_computed_when_it_is_read_is_no_change() -> None:
 def test_a_state_has_what_a_list_gives_after_it_was_saved() -> None:
     """A batch that is not yet pulled may be changed before the pass is left."""
     loader = [[number] for number in range(6)]
-    saved = record_of(loader, most=3).coming(1)
+    saved = record_of(loader, most=3).state_dict(1, check=True)["coming"]
     assert saved == [Contents(batch).checksums for batch in loader[1:4]]
     loader[2].append(0)
     assert [has_checksums(*both) for both in zip(loader[1:4], saved, strict=True)] == [

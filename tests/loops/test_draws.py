@@ -211,7 +211,7 @@ def test_draws_true_is_an_error_where_the_body_draws() -> None:
     """At the first hand-over that shows it."""
     loop = swpipe.ahead(pulls(30, lambda number: random.random()), draws=True, device="cpu")
     with pytest.raises(RuntimeError, match="both draw from Python's.*draws=True says that the loa"):
-        both_draw(loop)
+        assert [random.random() for _ in loop]
 
 
 # ------------------------------------------------------------------------------- what is said
@@ -507,6 +507,26 @@ def test_after_the_first_pass_it_is_said_how_many_pulls_waited(
     lines = [one.getMessage() for one in caplog.records if "in turn" in one.getMessage()]
     assert len(lines) == bool(told)
     assert all(re.search(told, line) for line in lines)
+
+
+@pytest.mark.parametrize("functions", [(), (abs,)])
+def test_pulls_that_take_less_than_a_hand_over_are_serial_for_as_long_as_they_do(
+    functions: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their average, from a number of pulls on; not where functions run ahead."""
+    monkeypatch.setattr(pull_times, "_MANY", 8)
+    monkeypatch.setattr(pull_times, "_QUICK_S", 3600.0)
+    mine = threading.get_ident()
+
+    def body(number: int, thread: int) -> bool:
+        if number == 12:
+            monkeypatch.setattr(pull_times, "_QUICK_S", 0.0)  # pull 13 is one that takes long
+        return thread == mine
+
+    loop = swpipe.ahead(thread_of_pulls(20), *functions, draws=True, device="cpu")
+    serial = [body(number, thread) for number, thread in enumerate(loop, 1)]
+    quick = not functions
+    assert serial == [False] * 8 + [quick] * 5 + [False] * 7
 
 
 @pytest.mark.parametrize("start_s", [0.0, 3600.0])

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import swpipe
 from swpipe import EvenData, PipelineTask
-from swpipe.loops import RankDataError, pad_with
+from swpipe.loops import RankDataError, pad_with, pull_times
 from tests.support.ranks import Ranks
 
 ROWS = (22, 13)
@@ -139,6 +139,26 @@ def test_the_numbers_are_those_of_even_data(
 ) -> None:
     """Batches, sums over the ranks and random numbers, on both ranks, bit for bit."""
     assert two_ranks.run(differs, ends, way, then) == [[], []]
+
+
+class _Threads:
+    """Batches that say which thread has made them."""
+
+    def __iter__(self) -> Any:
+        return (threading.get_ident() for _ in range(12))
+
+
+def _made_here() -> list[int]:
+    """The number of batches of each pass that this thread has made, each in no time at all."""
+    pull_times._START_S = pull_times._QUICK_S = 3600.0
+    pull_times._MANY = 2
+    loop = swpipe.ahead(_Threads(), draws=True, device="cpu")
+    return [[*loop].count(threading.get_ident()) for _ in range(2)]
+
+
+def test_the_time_of_pulls_does_not_decide_on_several_ranks(two_ranks: Ranks) -> None:
+    """The ranks agree at each pull that is ahead: all of them make the same pulls ahead."""
+    assert two_ranks.run(_made_here) == [[0, 0], [0, 0]]
 
 
 class _Gated:
