@@ -213,9 +213,9 @@ class _Planner:
         if found.gap > TOLERANCE and self.concurrent:
             # The best groups of one worker each need not be the best of several: a group has
             # workers only if each of its tasks may have them.
-            other = self._by_workers(self._grouped_for_workers(best), effects)
-            if other.ii_us < found.ii_us:
-                found = other
+            regrouped = self._by_workers(self._grouped_for_workers(best), effects)
+            if regrouped.ii_us < found.ii_us:
+                found = regrouped
         return found
 
     @property
