@@ -274,7 +274,7 @@ class TaskProfiler:
         results = [
             _result_of(
                 rounds,
-                rounds.exposures(place, passage),
+                Exposures(rounds, place, passage),
                 {} if on_streams is None else on_streams.of_batch(place),
                 batch=label,
                 measurement=measurement,

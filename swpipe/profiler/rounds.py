@@ -30,16 +30,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.core.plan import PULL
 from swpipe.errors import UnsavedStateError, add_note
-from swpipe.profiler.exposures import BASE, Exposures, Kind, Visit, differences_in
-from swpipe.profiler.host import HostObserver, HostRun
-from swpipe.profiler.measure import Passage, Pulls, TimedRun, WindowTimer
+from swpipe.profiler.host import HostObserver, HostRun, TimedIteration
+from swpipe.profiler.measure import Pulls, TimedRun, WindowTimer
 from swpipe.profiler.other_load import OtherLoad, load_so_far
-from swpipe.profiler.spread import time_saved
+from swpipe.profiler.spread import BASE, Kind, differences_in, time_saved
 
 BETWEEN = 3
 """The number of visits with a shortcut between two visits without one.
@@ -57,6 +56,13 @@ _MARGIN = 1.25
 LEAST_ROUNDS = 2
 MAX_ROUNDS = 200
 """The number of rounds after which the search for a spread ends, even if it is not reached."""
+
+
+class Visit(NamedTuple):
+    """The timed iterations of a visit."""
+
+    kind: Kind
+    iterations: Sequence[TimedIteration]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +145,6 @@ class Rounds:
         self.failed: dict[Kind, Exception] = {}
         self.interrupted = False
         self.other_load: OtherLoad | None = None
-
-    def exposures(self, place: int | None = None, passage: Passage | None = None) -> Exposures:
-        """Return the exposed times over all batches, or of the batch at ``place`` in the cycle."""
-        timer = self.timer
-        pulls = self.timer.pulls
-        return Exposures(
-            self.completed,
-            {kind: fmean(self.in_backward_s[kind]) for kind in self.saved_s},
-            adds_up=not (timer.pipelined or timer.pipe.device.has_streams),
-            counts_pulls=pulls is not None and not pulls.works_ahead,
-            cycle=timer.cycle,
-            place=place,
-            passage=passage,
-        )
 
     # ------------------------------------------------------------------------------- measuring
 

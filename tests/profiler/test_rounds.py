@@ -11,8 +11,8 @@ import pytest
 
 from swpipe.errors import ShortcutError, UnsavedStateError
 from swpipe.profiler import rounds
-from swpipe.profiler.exposures import BASE, Kind
 from swpipe.profiler.rounds import MAX_ROUNDS, Counts, Rounds
+from swpipe.profiler.spread import BASE, Kind
 
 READ, STEP = "read", "step"
 
