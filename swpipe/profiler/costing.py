@@ -32,6 +32,7 @@ neither can be determined, and device times are those of ``WindowTimer.passage``
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import fmean, median
@@ -47,7 +48,7 @@ from swpipe.profiler.figures import TaskFigures
 from swpipe.profiler.host import HostObserver
 from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rounds import Counts
-from swpipe.profiler.thread_costs import GilContender, GilTimes, measure_handover_s
+from swpipe.profiler.thread_costs import GilContender, measure_handover_s
 from swpipe.profiler.trial import trial_state
 from swpipe.program import Instruction
 from swpipe.trace.recorder import timed_event
@@ -156,12 +157,17 @@ def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
 
 def _gil_s(timer: WindowTimer) -> dict[str, float]:
     with GilContender() as contender:
-        times = GilTimes(contender)
-        with timer.pipe.observe(times):
+        names = (task.name for task in timer.pipe.tasks)
+        # The CPU time of a run is the contender's: whenever it has none, the task holds the lock.
+        observer = HostObserver(names, lambda: (time.perf_counter(), contender.held_s))
+        with timer.pipe.observe(observer):
             timer.window()
     # The minimum: whatever takes time from the contender makes a run look too long, never too
     # short.
-    return {name: min(runs) for name, runs in times.runs.items()}
+    return {
+        name: max(0.0, min(run.wall_s - run.cpu_s for run in runs))
+        for name, runs in observer.runs.items()
+    }
 
 
 # ------------------------------------------------------------------------- a device that is behind

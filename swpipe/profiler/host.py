@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import sub
@@ -70,17 +70,23 @@ _FILES = threading.local()
 
 
 class HostObserver(Observer):
-    """An observer of ``tasks``. Each has its own list, to which one thread at a time writes."""
+    """An observer of ``tasks``. Each has its own list, to which one thread at a time writes.
 
-    def __init__(self, tasks: Iterable[str]) -> None:
+    ``clock`` returns the wall time and the CPU time; by default those of the task's own thread.
+    """
+
+    def __init__(
+        self, tasks: Iterable[str], clock: Callable[[], tuple[float, ...]] = thread_times
+    ) -> None:
         self.runs: dict[str, list[HostRun]] = {name: [] for name in tasks}
+        self._clock = clock
         self._local = threading.local()
 
     def start(self, ins: Instruction, iteration: int) -> None:
-        self._local.begin = thread_times()
+        self._local.begin = self._clock()
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
-        now = thread_times()
+        now = self._clock()
         runs = self.runs.get(ins.task)
         # ``begin`` is missing if observation began while the task ran.
         begin = self._local.__dict__.pop("begin", None)

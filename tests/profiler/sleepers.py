@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 import swpipe.profiler.costing
-import swpipe.profiler.thread_costs
 from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
 from tests.support.virtual_clock import TimedHost
 
@@ -28,7 +27,7 @@ def contend(monkeypatch: pytest.MonkeyPatch, host: TimedHost) -> FakeContender:
     """Measure the need for the lock by the clock of the host; return who else wants the lock."""
     contender = FakeContender()
     monkeypatch.setattr(swpipe.profiler.costing, "GilContender", lambda: contender)
-    monkeypatch.setattr(swpipe.profiler.thread_costs, "time", host)
+    monkeypatch.setattr(swpipe.profiler.costing, "time", host)
     return contender
 
 
