@@ -196,7 +196,7 @@ class Opened:
         # The progress bar shows the steps, so the lines of the loop's own progress are dropped.
         loop = replace(self.loop(self.measured()), progress=lambda line: None)
         with about_plan(self.workload.name):
-            return tune(loop, limits or Limits(), others, seconds, verbose=True)
+            return tune(loop, limits or Limits(), others, seconds)
 
 
 def find_workload(name: str, rank: Rank | None = None) -> Workload:

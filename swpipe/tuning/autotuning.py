@@ -178,6 +178,11 @@ class Loop:
             plan, self.tasks, device=self.device, context=self.context, check_effects=False
         )
 
+    def announce(self, line: str) -> None:
+        """Announce the next step, on the bar too."""
+        self.budget.bar.set_description(line)
+        self.progress(line)
+
     def predicted_us(self, plan: PipelinePlan, costs: CostModel) -> float:
         """Return the interval of a plan that the simulator predicts."""
         return simulate(plan, costs, streams=self.has_streams).ii_us
@@ -190,7 +195,7 @@ class Loop:
 
     def record(self) -> Recording:
         """Record two serial iterations: what the tasks touch, on any rank."""
-        self.budget.show(self.progress, "recording what the tasks touch")
+        self.announce("recording what the tasks touch")
         batch = self.batches[0]
         device = self.device
         context = self.context
@@ -206,7 +211,7 @@ class Loop:
     def measure(self, plan: PipelinePlan, until: float = 1.0) -> CostModel:
         """Measure the tasks' costs while ``plan`` runs, by a fraction of the time limit."""
         budget = self.budget
-        budget.show(self.progress, "measuring what the tasks cost")
+        self.announce("measuring what the tasks cost")
         windows = _WINDOWS + 2 * self.has_streams
         window = budget.window(windows, until, self.through())
         batches = Sample.of(self.batches, self._cycle(window))
@@ -225,7 +230,7 @@ class Loop:
         ``keep`` is that of the plan. ``effects`` are used for tasks that do not declare what they
         use.
         """
-        self.budget.show(self.progress, "measuring what the tasks hold")
+        self.announce("measuring what the tasks hold")
         with self.budget.spending(MEMORY_ITERATIONS):
             about: Any = {"device": self.device, "context": self.context, "state": self.state}
             own = measure_memory(self.tasks, self.batches[:1], keep=keep, effects=effects, **about)
@@ -359,7 +364,7 @@ def autotune(
         apart=is_apart(batches if loader is None else loader),
         ranks=ranks,
     )
-    return tune(loop, limits or Limits(), ready_made, seconds, verbose=True)
+    return tune(loop, limits or Limits(), ready_made, seconds)
 
 
 def tune(
@@ -367,12 +372,10 @@ def tune(
     limits: Limits,
     ready_made: Mapping[str, PipelinePlan],
     seconds: float | None = None,
-    *,
-    verbose: bool = False,
 ) -> Tuned:
     """Choose a plan for a loop with more facts than ``autotune`` takes; see ``autotune``."""
     # Rank 0 decides in questions of time, since clocks differ.
-    budget = Budget(seconds, verbose=verbose, agree=lambda own: float(loop.gather(own)[0]))
+    budget = Budget(seconds, verbose=True, agree=lambda own: float(loop.gather(own)[0]))
     loop = replace(loop, budget=budget)
     load = load_so_far()
     with budget.bar:
@@ -382,7 +385,7 @@ def tune(
         loop = loop.agreed()
         recording = loop.record()
         if load is not None and (now := load.others()) is not None and now.is_busy:
-            budget.show(loop.progress, now.text)
+            loop.announce(now.text)
         # The recording has found the state to restore, so later steps need not look for it.
         loop = replace(loop, state=recording.owners)
         loop = replace(loop, memory=loop.measure_memory())
@@ -521,7 +524,7 @@ def keeps_order(loop: Loop, recording: Recording, plan: PipelinePlan) -> bool:
 def _try(loop: Loop, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Run all candidates in each round, in an order that alternates."""
     budget = loop.budget
-    budget.show(loop.progress, f"trying {', '.join(candidate.name for candidate in candidates)}")
+    loop.announce(f"trying {', '.join(candidate.name for candidate in candidates)}")
     plans = {candidate.name: candidate.plan for candidate in candidates}
     rounds_s: list[dict[str, float]] = []
     window = budget.window(_ROUNDS * len(plans), 1.0, loop.through())
