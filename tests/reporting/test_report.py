@@ -259,6 +259,7 @@ def test_no_promise_of_a_plan_is_above_the_ceiling(
     profile = replace(waiting.profile, advice=(plan, half))
     ceiling = replace(waiting.ceiling, floor_s=waiting.ceiling.step.value_s - 4 * MS)
     loop = autotuning.Loop(image_loop(TimedHost(), decode=12, train=7), range(8), "cpu")
-    changes, not_kept = measuring._Trials(loop, AHEAD, None, 2, 20 * MS).of_advice(profile, ceiling)
-    assert [one.advice.saved_s for one in changes] == pytest.approx([4 * MS, 7 * MS])
-    assert not_kept == {}
+    page = replace(waiting, plan=AHEAD, profile=profile, ceiling=ceiling)
+    page = measuring._Trials(loop, page, None, 2).of_changes({})
+    assert [each.advice.saved_s for each in page.changes] == pytest.approx([4 * MS, 7 * MS])
+    assert page.not_kept == {}
