@@ -54,14 +54,23 @@ class Exposures:
         replays_s: Kind to the time of its replay: on its own thread, and in the backward of other
             tasks.
         in_others_s: Kind to the tasks that take less while it is shortcut, and how much less.
+        device_s: Task to the time of its work on its stream, in each iteration; empty without
+            streams.
 
     Args:
         rounds: Two rounds or more.
         place: The place of the batch in a cycle of batches; None for all batches.
         passage: Iterations over the loop before the rounds, if there were any.
+        on_streams: The iterations in which work on streams was timed, if there were any.
     """
 
-    def __init__(self, rounds: Rounds, place: int | None, passage: Passage | None) -> None:
+    def __init__(
+        self,
+        rounds: Rounds,
+        place: int | None,
+        passage: Passage | None,
+        on_streams: Passage | None,
+    ) -> None:
         timer = rounds.timer
         pulls = timer.pulls
         # Serially an iteration is the sum of the times of its tasks and of the gaps between them.
@@ -79,6 +88,7 @@ class Exposures:
         steps_s = [each.step_s for iterations in base for each in iterations]
         own = Passage(steps_s, times_of(base), timer.cycle if place is None else 1)
         self.loop = passage or own
+        self.device_s = {} if on_streams is None else on_streams.of_batch(place)
         # A kind that failed in a later round has been left out of ``rounds.saved_s``.
         kinds = rounds.saved_s.keys()
         self._saved_s: dict[Kind, list[float]] = {kind: [] for kind in kinds}

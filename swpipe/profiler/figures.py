@@ -349,11 +349,11 @@ def table_us(each_s: Sequence[float], count: int) -> tuple[float, ...]:
     return tuple(1e6 * s for s in each_s) if len(each_s) == count > 1 else ()
 
 
-def busy_s(plan: PipelinePlan, host_s: Mapping[str, float]) -> dict[str, float]:
+def busy_s(plan: PipelinePlan, tasks: Mapping[str, ThreadTimes]) -> dict[str, float]:
     """Return for each thread group how many seconds per iteration each of its threads is busy."""
     busy: dict[str, float] = defaultdict(float)
-    if PULL in host_s:
-        busy[plan.pull_group or DEFAULT_GROUP] += host_s[PULL]
+    if PULL in tasks:
+        busy[plan.pull_group or DEFAULT_GROUP] += tasks[PULL].host_s
     for name, schedule in plan.schedule.items():
-        busy[schedule.thread_group] += host_s[name] / schedule.workers
+        busy[schedule.thread_group] += tasks[name].host_s / schedule.workers
     return dict(busy)

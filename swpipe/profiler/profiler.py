@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, TypeVar
@@ -226,17 +226,15 @@ class TaskProfiler:
         check_idle(self.pipe, "profiling")
         names, left_out = self._names(tasks)
         # All ranks have to run the same number of iterations, since they meet in collectives.
-        if not is_alone():
-            sample = Sample.of(sample, min(gather(len(sample))))
+        sample = Sample.of(sample, _agreed(min, len(sample)))
         saved = trial_state(self.pipe, sample[0], self._state, self._copy)
         pulls = Pulls.of(self._loader)
         kinds = [*([] if pulls is None else [PULL]), *names]
-        total = counts.num_rounds * len(kinds) if counts.fixed else None
-        visit = (counts.num_warmup, counts.num_measure)
-        timer = WindowTimer(self.pipe, sample, self._copy, *visit, pipelined, pulls)
+        lengths = (counts.num_warmup, counts.num_measure)
+        timer = WindowTimer(self.pipe, sample, self._copy, *lengths, pipelined, pulls)
         passage = None
         section = len(sample)
-        coverage = ""
+        total = counts.num_rounds * len(kinds) if counts.fixed else None
         bar = progress_bar("profiling", " visits", total, shown=verbose)
         # Everything below runs inside the trial, so that state is restored also on failure or
         # Ctrl-C.
@@ -244,11 +242,9 @@ class TaskProfiler:
             if of_loop:
                 visited = len(visits(kinds))
                 passage, counts, section = self._passage(timer, sample, counts, visited)
-                coverage = sample.coverage(len(passage.steps_s))
                 saved.restore_training()
             # The first round uses the section at the beginning; each later round uses another one.
-            batches = sample.section(0, section)
-            timer = replace(timer, batches=batches, measure=counts.num_measure)
+            timer = replace(timer, batches=sample.section(0, section), measure=counts.num_measure)
             rounds = Rounds(
                 timer, counts, saved.restore_training, lambda turn: sample.section(turn, section)
             )
@@ -263,24 +259,17 @@ class TaskProfiler:
             num_warmup=timer.warmup,
             num_measure=timer.measure,
             num_rounds=len(rounds.base_s),
-            coverage=coverage,
+            coverage="" if passage is None else sample.coverage(len(passage.steps_s)),
             put_back=tuple(map(str, saved.owners)),
             already_shortcut=left_out,
             interrupted=rounds.interrupted,
             other_load=rounds.other_load,
         )
-        # The first label is of all batches.
-        places = [None, *range(len(labels) - 1)]
-        results = [
-            _result_of(
-                rounds,
-                Exposures(rounds, place, passage),
-                {} if on_streams is None else on_streams.of_batch(place),
-                batch=label,
-                measurement=measurement,
-            )
-            for place, label in zip(places, labels, strict=True)
-        ]
+        results = []
+        # The first label is of all batches, the others are of one batch each.
+        for place, label in zip((None, *range(len(sample))), labels, strict=False):
+            exposures = Exposures(rounds, place, passage, on_streams)
+            results.append(_result_of(rounds, exposures, label, measurement))
         advice = advise(results[0], self.pipe, None if pulls is None else pulls.effects)
         return [replace(result, advice=advice) for result in results]
 
@@ -373,7 +362,7 @@ def _fitting(within_s: float, each_s: float) -> int:
 
 
 def _result_of(
-    rounds: Rounds, exposures: Exposures, device_s: Mapping[str, Sequence[float]], **about: Any
+    rounds: Rounds, exposures: Exposures, label: str, measurement: Measurement
 ) -> ProfileResult:
     """Build a result from what was measured, without its advice."""
     timer = rounds.timer
@@ -390,7 +379,7 @@ def _result_of(
     tasks = {
         name: TaskFigures(
             thread,
-            tuple(device_s.get(name, ())),
+            exposures.device_s.get(name, ()),
             exposed=saved.get(name),
             replay_s=exposures.replays_s.get(name, 0.0),
             in_others_s=exposures.in_others_s.get(name, {}),
@@ -399,15 +388,15 @@ def _result_of(
         for name, thread in loop.tasks.items()
     }
     result = ProfileResult(
+        batch=label,
         mode="pipelined" if timer.pipelined else "serial",
+        measurement=measurement,
         iteration=IterationTimes(step, median(timer.spans(loop.steps_s)), tuple(loop.steps_s)),
         tasks=tasks,
         collectives=tuple(n for n, entry in plan.schedule.items() if entry.globally_ordered),
         loader=None if pulls is None else pulls.pace,
-        **about,
+        busy_s=busy_s(plan, loop.tasks) if timer.pipelined else {},
     )
-    if timer.pipelined:
-        result = replace(result, busy_s=busy_s(plan, result.host_s))
     # Ranks exchange their own figures here; the exchange is a collective, so every rank must come
     # to it.
     if is_alone():
