@@ -76,7 +76,7 @@ _NO_DEPENDENCES = (
 )
 
 
-def advise(result: Figures, pipe: SWPipeline[Any], loader: Effects | None) -> tuple[Advice, ...]:
+def advise(result: Figures, pipe: SWPipeline[Any], loader: Effects) -> tuple[Advice, ...]:
     """Return the changes that promise most; another plan comes first, as it needs no new code.
 
     There are none if the plan is too large to be simulated.
@@ -85,7 +85,7 @@ def advise(result: Figures, pipe: SWPipeline[Any], loader: Effects | None) -> tu
         result: The profile.
         pipe: The pipeline that was profiled. If iterations ran serially, its plan has the
             dependences.
-        loader: The locations that the loader's calls may touch, if they were measured.
+        loader: The locations that the loader's calls may touch.
     """
     try:
         return tuple(_Advisor(result, pipe, loader).changes())[:MOST]
@@ -108,12 +108,12 @@ class _Advisor:
         PlanError: The plan is too large.
     """
 
-    def __init__(self, result: Figures, pipe: SWPipeline[Any], loader: Effects | None) -> None:
+    def __init__(self, result: Figures, pipe: SWPipeline[Any], loader: Effects) -> None:
         self._result = result
         self._costs = result.costs
         self._cpu_s = sum(task.thread.cpu_s for task in result.tasks.values())
         self._streams = pipe.device.has_streams
-        self._loader = loader or Effects()
+        self._loader = loader
         self.plan = pipe.plan if result.mode == "pipelined" else _in_one_stage(pipe.plan)
         self.now_us, _ = self._predict(self.plan)
         self.declared = declared_effects(pipe.tasks)

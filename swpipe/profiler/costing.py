@@ -110,8 +110,7 @@ def measure_costs(
     timer = WindowTimer(pipe, batches, None, num_warmup, num_measure, pipelined, pulls)
     with saved.trial(), borrowed(pipe):
         timer.window()  # not used: the first iterations allocate and compile
-        if pulls is not None:
-            pulls.measure()
+        pulls.measure()
         costs = _costs(timer, lock=lock and not pipelined)
     return CostModel(costs, handover_us=_US * measure_handover_s(Host()))
 

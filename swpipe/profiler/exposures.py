@@ -72,11 +72,10 @@ class Exposures:
         on_streams: Passage | None,
     ) -> None:
         timer = rounds.timer
-        pulls = timer.pulls
         # Serially an iteration is the sum of the times of its tasks and of the gaps between them.
         self._adds_up = not (timer.pipelined or timer.pipe.device.has_streams)
         # The calls of a loader that works ahead say nothing about the time that a batch takes.
-        self._counts_pulls = pulls is not None and not pulls.works_ahead
+        self._counts_pulls = not timer.pulls.works_ahead
         visited = [
             [
                 Visit(kind, [i for i in every if place in (None, i.number % timer.cycle)])

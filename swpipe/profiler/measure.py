@@ -21,7 +21,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from operator import sub
@@ -84,7 +84,10 @@ class Pulls:
         burst of calls     |..|..|..|....60|....60|....60|   the batches that were ready; the rate
         before each visit  |..|..|..|....60|                 taken away until a call waits
 
+    Without a loader no calls are made, and batches cost nothing.
+
     Attributes:
+        has_loader: Whether there is a loader.
         effects: The locations that the loader's calls may touch.
         runs: The calls by iterations so far.
         rate_s: Seconds per batch in the long run, if nothing else is waited for; 0 if unknown.
@@ -94,9 +97,10 @@ class Pulls:
         length: The number of batches of a pass; 0 if unknown.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader = loader
-        self.effects = Effects() if is_apart(loader) else UNKNOWN
+    def __init__(self, loader: Iterable[Any] | None = None) -> None:
+        self._loader: Any = loader
+        self.has_loader = loader is not None
+        self.effects = UNKNOWN if self.has_loader and not is_apart(loader) else Effects()
         self.runs: list[HostRun] = []
         self.rate_s = 0.0
         inner = unprepared(loader)
@@ -110,14 +114,14 @@ class Pulls:
         self._taken = 0  # batches taken in this pass
         self.length = length_of(loader)
         self._starts_s: list[float] = []
-        self._on = True
+        self._on = self.has_loader
         self.drains = False
         self._usual_s = 0.0
 
     @classmethod
-    def of(cls, loader: Iterable[Any] | Pulls | None) -> Pulls | None:
+    def of(cls, loader: Iterable[Any] | Pulls | None) -> Pulls:
         """Return the calls of a loader. A ``Pulls`` is returned as it is, with its measurements."""
-        return loader if loader is None or isinstance(loader, Pulls) else cls(loader)
+        return loader if isinstance(loader, Pulls) else cls(loader)
 
     def __call__(self) -> None:
         """Pull a batch and drop it, unless calls are switched off.
@@ -154,8 +158,10 @@ class Pulls:
         return longer_s / self.length if longer_s > _LONGER * self._usual_s else 0.0
 
     @property
-    def pace(self) -> LoaderPace:
-        """The measured rate and start of the loader, for a result."""
+    def pace(self) -> LoaderPace | None:
+        """The measured rate and start of the loader, for a result; None without a loader."""
+        if not self.has_loader:
+            return None
         return LoaderPace(
             self.rate_s, self.start_s, self.works_ahead, self.workers, self.starts_workers
         )
@@ -165,7 +171,7 @@ class Pulls:
 
         The calls made for it are removed from ``runs``.
         """
-        if not self.rate_s:
+        if self.has_loader and not self.rate_s:
             self._measure_start()
             times_s: list[float] = []  # without first calls of passes
             all_s: list[float] = []
@@ -326,7 +332,7 @@ class WindowTimer:
             shortcut task is cached.
         measure: Iterations that are timed, at least.
         pipelined: Whether iterations run under the plan, instead of serially.
-        pulls: Called where an iteration gets its batch; None if no loader is measured.
+        pulls: Called where an iteration gets its batch.
     """
 
     pipe: SWPipeline[Any]
@@ -335,7 +341,7 @@ class WindowTimer:
     warmup: int
     measure: int
     pipelined: bool
-    pulls: Pulls | None = None
+    pulls: Pulls = field(default_factory=Pulls)
 
     @property
     def cycle(self) -> int:
@@ -456,8 +462,8 @@ class _Feed:
         self,
         batches: Sequence[Any],
         copy: Callable[[Any], Any] | None,
-        pulls: Pulls | None = None,
-        first: int = 0,
+        pulls: Pulls,
+        first: int,
     ) -> None:
         self._batches = batches
         self._copy = copy
@@ -482,8 +488,7 @@ class _Feed:
     def __next__(self) -> Any:
         if not self._ahead:
             raise StopIteration
-        if self.pulls is not None:
-            self.pulls()
+        self.pulls()
         return self._ahead.popleft()
 
 
@@ -515,7 +520,7 @@ class TimedRun:
         take no time. If ``drain``, the batches that the loader has ready are taken away first.
         """
         pulls = self._feed.pulls
-        if pulls is not None and drain and pulls.drains:
+        if drain and pulls.drains:
             # The first iteration with a new shortcut takes longer, because outputs are cached, and
             # the loader makes more batches meanwhile. So this iteration runs before the loader is
             # drained.
@@ -523,14 +528,14 @@ class TimedRun:
             self.numbers.append(self._next())
         # Under the plan, a worker thread may call the loader as well. The pipeline is drained
         # first, so that ``settle`` is its only caller.
-        if pulls is not None:
+        if pulls.has_loader:
             self.end()  # no iteration is in flight from here on
             pulls.settle(self._ahead() + warmup + measure, drain=drain)
         begin = len(self.numbers) + warmup
         self._feed.prepare(self._ahead() + warmup + measure)
         for turn in range(warmup + measure):
             if turn == warmup:
-                self._called = 0 if pulls is None else len(pulls.runs)
+                self._called = len(pulls.runs)
                 begin_to_measure()
             self.numbers.append(self._next())
         return slice(begin, begin + measure)
@@ -538,7 +543,7 @@ class TimedRun:
     @property
     def calls(self) -> list[HostRun]:
         """The loader's calls in the iterations that were measured last."""
-        return [] if self._feed.pulls is None else self._feed.pulls.runs[self._called :]
+        return self._feed.pulls.runs[self._called :]
 
     def end(self) -> None:
         """Drain the pipeline without counting the iterations."""

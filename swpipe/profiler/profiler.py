@@ -229,7 +229,7 @@ class TaskProfiler:
         sample = Sample.of(sample, _agreed(min, len(sample)))
         saved = trial_state(self.pipe, sample[0], self._state, self._copy)
         pulls = Pulls.of(self._loader)
-        kinds = [*([] if pulls is None else [PULL]), *names]
+        kinds = [PULL, *names] if pulls.has_loader else [*names]
         lengths = (counts.num_warmup, counts.num_measure)
         timer = WindowTimer(self.pipe, sample, self._copy, *lengths, pipelined, pulls)
         passage = None
@@ -270,7 +270,7 @@ class TaskProfiler:
         for place, label in zip((None, *range(len(sample))), labels, strict=False):
             exposures = Exposures(rounds, place, passage, on_streams)
             results.append(_result_of(rounds, exposures, label, measurement))
-        advice = advise(results[0], self.pipe, None if pulls is None else pulls.effects)
+        advice = advise(results[0], self.pipe, pulls.effects)
         return [replace(result, advice=advice) for result in results]
 
     def _passage(
@@ -284,24 +284,20 @@ class TaskProfiler:
         """
         pulls = timer.pulls
         timer.window()  # the first iterations allocate and compile
-        if pulls is not None:
-            pulls.measure()
+        pulls.measure()
         # A short passage estimates the step time, so that the passage that counts stays within
         # ``_PASSAGE_S``. Ranks agree on the slowest, or they would run different numbers of
         # iterations.
         step_s = _agreed(max, fmean(timer.passage(_FEW).steps_s))
         most_s = math.inf if counts.seconds is None else counts.seconds
         most = max(_LEAST_SEEN, _fitting(min(_PASSAGE_S, most_s / 2), step_s))
-        length = 0 if pulls is None else pulls.length
+        length = pulls.length
         # If the start of a pass was measured separately, the passage stays within one pass.
-        if pulls is not None and pulls.start_s:
+        if pulls.start_s:
             within = length - timer.num_unmeasured
             most = min(most, within) if within > 1 else most
             length = 0
-        count = sample.iterations(most, length)
-        if pulls is not None:
-            count = pulls.in_turns(count)
-        count = _agreed(min, count)
+        count = _agreed(min, pulls.in_turns(sample.iterations(most, length)))
         passage = replace(timer, batches=Sample.of(sample, count)).passage(
             count, length if 0 < length <= count else 0
         )
@@ -370,7 +366,7 @@ def _result_of(
     pulls = timer.pulls
     loop = exposures.loop
     # The passages avoid the starts of loader passes, so their share of a step is added here.
-    start_s = 0.0 if pulls is None else pulls.start_s
+    start_s = pulls.start_s
     step = replace(exposures.step, value_s=exposures.step.value_s + start_s)
     saved = exposures.saved()
     if PULL in saved:  # visits lie within a pass; without calls there would be no starts
@@ -394,7 +390,7 @@ def _result_of(
         iteration=IterationTimes(step, median(timer.spans(loop.steps_s)), tuple(loop.steps_s)),
         tasks=tasks,
         collectives=tuple(n for n, entry in plan.schedule.items() if entry.globally_ordered),
-        loader=None if pulls is None else pulls.pace,
+        loader=pulls.pace,
         busy_s=busy_s(plan, loop.tasks) if timer.pipelined else {},
     )
     # Ranks exchange their own figures here; the exchange is a collective, so every rank must come

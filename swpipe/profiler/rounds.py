@@ -151,8 +151,7 @@ class Rounds:
     def warm_up(self) -> None:
         """Run iterations that are not timed: the first ones allocate and compile."""
         self._run(visits(()))
-        if self.timer.pulls is not None:
-            self.timer.pulls.measure()
+        self.timer.pulls.measure()
 
     def measure(self, kinds: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> None:
         """Measure kinds of shortcuts; call ``tick`` after each visit.
@@ -283,9 +282,8 @@ class Rounds:
             length = timer.whole_cycles(length)
         elif length > 1:
             length += self._rng.choice((-1, 0, 1))
-        drain = False
-        if pulls is not None and kind != PULL and self._is_slow(pulls, kind):
-            drain = True
+        drain = pulls.has_loader and kind != PULL and self._is_slow(pulls, kind)
+        if drain:
             length = pulls.in_turns(length)
         replayed = [kind] if kind not in (BASE, PULL) else []
         extra_s = 0.0
@@ -321,7 +319,7 @@ class Rounds:
         return not pulls.agreed(pulls.rate_s * _MARGIN <= self._rest_s.get(kind, 0.0))
 
     def _shortcut(self, kind: Kind) -> AbstractContextManager[object]:
-        if kind == PULL and self.timer.pulls is not None:
+        if kind == PULL:
             return self.timer.pulls.off()
         return nullcontext() if kind == BASE else self.timer.pipe.shortcut(kind)
 

@@ -230,24 +230,21 @@ class _Measured(NamedTuple):
 
 
 def _measure(
-    loop: Loop, plan: PipelinePlan, rounds: int | None, pulls: Pulls | None, *, pipelined: bool
+    loop: Loop, plan: PipelinePlan, rounds: int | None, pulls: Pulls, *, pipelined: bool
 ) -> _Measured:
     """Trace some iterations and profile the loop, and restore the state."""
     loop.progress("recording a timeline")
     with loop.opened(plan) as pipe:
-        batches: Iterator[Any] = cycle(loop.batches)
-        if pulls is not None:
-            pulls.measure()
-            batches = pulls.batches()
+        pulls.measure()
+        batches: Iterator[Any] = pulls.batches() if pulls.has_loader else cycle(loop.batches)
         with trial_state(pipe, loop.batches[0], None).trial(), borrowed(pipe):
             pipe.run(islice(batches, _WARM_UP))
             timed_s = pipe.run(islice(batches, _WARM_UP)).seconds
             # Ranks must run the same number of iterations, so the slowest one determines it.
             step_s = max(loop.gather(max(timed_s, _LEAST_S) / _WARM_UP))
             steps = min(_MOST_TRACED, max(_LEAST_TRACED, int(_TRACED_S / step_s)))
-            if pulls is not None:
-                steps = pulls.in_turns(steps)
-                pulls.settle(steps, drain=True)
+            steps = pulls.in_turns(steps)
+            pulls.settle(steps, drain=True)
             # CPU time of the process includes its own threads, but not the loader's worker
             # processes.
             begin_s = time.process_time()
@@ -288,7 +285,7 @@ class _Trials(NamedTuple):
 
     loop: Loop
     page: StepReport
-    pulls: Pulls | None
+    pulls: Pulls
     rounds: int | None
 
     def of_changes(self, ready_made: Mapping[str, PipelinePlan]) -> StepReport:

@@ -11,6 +11,7 @@ import pytest
 
 from swpipe.errors import ShortcutError, UnsavedStateError
 from swpipe.profiler import rounds
+from swpipe.profiler.measure import Pulls
 from swpipe.profiler.rounds import MAX_ROUNDS, Counts, Rounds
 from swpipe.profiler.spread import BASE, Kind
 
@@ -32,7 +33,7 @@ class Machine:
     cycle = 1
     tasks = ()
     calls = ()
-    pulls = None
+    pulls = Pulls()
     device = SimpleNamespace(has_streams=False)
 
     def __init__(

@@ -18,6 +18,7 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import simulate
 from swpipe.profiler import Advice
 from swpipe.profiler.figures import IterationTimes, Measurement
+from swpipe.profiler.measure import Pulls
 from swpipe.profiler.other_load import OtherLoad
 from swpipe.profiler.spread import Estimate
 from swpipe.reporting import StepReport, measuring
@@ -260,6 +261,6 @@ def test_no_promise_of_a_plan_is_above_the_ceiling(
     ceiling = replace(waiting.ceiling, floor_s=waiting.ceiling.step.value_s - 4 * MS)
     loop = autotuning.Loop(image_loop(TimedHost(), decode=12, train=7), range(8), "cpu")
     page = replace(waiting, plan=AHEAD, profile=profile, ceiling=ceiling)
-    page = measuring._Trials(loop, page, None, 2).of_changes({})
+    page = measuring._Trials(loop, page, Pulls(), 2).of_changes({})
     assert [each.advice.saved_s for each in page.changes] == pytest.approx([4 * MS, 7 * MS])
     assert page.not_kept == {}
