@@ -396,10 +396,16 @@ def tune(
             # under the plan, and a second plan is made from them.
             costs = loop.measure(planned[0].plan, _AGAIN_BY)
             planned.append(_planned(PLANNED_AGAIN, loop, inferred, recording, costs, limits))
+        # Costs do not say which tasks wait and which compute. Those that compute need no more
+        # workers than the cores of rank 0, whose plan is used.
+        workers = loop.gather(cores())[0]
+        if any(each.plan.most_workers > workers for each in planned):
+            name = f"{PLANNED}, {counted(workers, 'worker')}"
+            fewer = replace(limits, workers=workers)
+            planned.insert(0, _planned(name, loop, inferred, recording, costs, fewer))
         simple, left_out = _simple(loop, recording, costs, limits, ready_made)
-        fewer = [_on_the_cores(each, loop, costs) for each in planned]
         # The order is that of simplicity, which decides between candidates that are equally fast.
-        candidates = _try(loop, (*simple, *(each for each in fewer if each), *planned))
+        candidates = _try(loop, (*simple, *planned))
     if loop.ranks is not None:
         candidates = on_ranks(
             candidates,
@@ -456,26 +462,6 @@ def _planned(
     own = Candidate(name, plan, loop.predicted_us(plan, costs), why)
     first: Candidate = loop.gather(own)[0]
     return first
-
-
-def _on_the_cores(planned: Candidate, loop: Loop, costs: CostModel) -> Candidate | None:
-    """Return the candidate with its workers limited to the cores; None if it has no more.
-
-    Tasks that compute need no more workers. The cores of rank 0 count, since its plan is used.
-    """
-    count = loop.gather(cores())[0]
-    excess = planned.plan.most_workers - count
-    if excess <= 0:
-        return None
-    schedule = {
-        name: replace(entry, workers=min(entry.workers, count))
-        for name, entry in planned.plan.schedule.items()
-    }
-    # Each worker beyond the first keeps one more iteration in flight.
-    depth = planned.plan.depth - excess
-    plan = replace(planned.plan, schedule=schedule, pipeline_depth=depth)
-    name = f"{planned.name}, {counted(count, 'worker')}"
-    return Candidate(name, plan, loop.predicted_us(plan, costs), planned.why)
 
 
 def _simple(
