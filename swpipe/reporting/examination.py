@@ -31,7 +31,7 @@ from swpipe.profiler import ProfileResult, measure_costs
 from swpipe.profiler.trial import trial_state
 from swpipe.reporting.environment import environment_findings
 from swpipe.reporting.finding import Finding
-from swpipe.reporting.waits import TaskWatcher, WaitRecorder, sync_debug
+from swpipe.reporting.waits import WaitRecorder, sync_debug
 from swpipe.tuning.autotuning import Loop
 
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -78,7 +78,7 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
                 with (
                     # The dispatch mode sees operators; torch's sync debug mode sees waits inside of
                     # them.
-                    pipe.observe(TaskWatcher(recorder)),
+                    pipe.observe(recorder),
                     sync_debug(pipe.device, recorder.add_unseen),
                 ):
                     pipe.run_one_serial_iter(next(feed))
