@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -87,7 +87,6 @@ class Pulls:
     Without a loader no calls are made, and batches cost nothing.
 
     Attributes:
-        has_loader: Whether there is a loader.
         effects: The locations that the loader's calls may touch.
         runs: The calls by iterations so far.
         rate_s: Seconds per batch in the long run, if nothing else is waited for; 0 if unknown.
@@ -99,7 +98,6 @@ class Pulls:
 
     def __init__(self, loader: Iterable[Any] | None = None) -> None:
         self._loader: Any = loader
-        self.has_loader = loader is not None
         self.effects = UNKNOWN if self.has_loader and not is_apart(loader) else Effects()
         self.runs: list[HostRun] = []
         self.rate_s = 0.0
@@ -137,6 +135,11 @@ class Pulls:
         """Yield the loader's batches, pass after pass."""
         while True:
             yield self._timed()[0]
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether there is a loader."""
+        return self._loader is not None
 
     @property
     def works_ahead(self) -> bool:
@@ -397,8 +400,12 @@ class WindowTimer:
             run.end()
         seconds = run.seconds()[measured]
         steps_s = dict(zip(run.numbers[measured], seconds, strict=True))
+        device_s: dict[str, dict[int, float]] = defaultdict(dict)
+        for span in trace.spans:
+            if span.row.kind == "stream" and span.iteration in steps_s:
+                device_s[span.task][span.iteration] = span.duration_ns / 1e9
         tasks = times_of([observer.timed(steps_s, run.calls)])
-        return Passage(seconds, tasks, cycle or self.cycle, _on_streams(trace, steps_s))
+        return Passage(seconds, tasks, cycle or self.cycle, device_s)
 
     def run(self) -> TimedRun:
         """Begin a run of iterations."""
@@ -430,18 +437,9 @@ class Passage(NamedTuple):
     def of_batch(self, place: int | None) -> dict[str, tuple[float, ...]]:
         """Return ``device_s`` of the iterations with the batch at ``place``; None for all."""
         return {
-            task: tuple(s for n, s in each_s.items() if place in (None, n % self.cycle))
+            task: tuple(s for n, s in sorted(each_s.items()) if place in (None, n % self.cycle))
             for task, each_s in self.device_s.items()
         }
-
-
-def _on_streams(trace: Trace, numbers: Container[int]) -> dict[str, dict[int, float]]:
-    """Return the seconds of each task's work on its stream in these iterations, by number."""
-    each_s: dict[str, dict[int, float]] = defaultdict(dict)
-    for span in trace.spans:
-        if span.row.kind == "stream" and span.iteration in numbers:
-            each_s[span.task][span.iteration] = span.duration_ns / 1e9
-    return {task: dict(sorted(of.items())) for task, of in each_s.items()}
 
 
 class _Feed:
