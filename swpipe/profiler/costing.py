@@ -43,13 +43,13 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
 from swpipe.core.task import TaskRef, name_of
 from swpipe.device import Device
-from swpipe.pipeline import SWPipeline, borrowed, check_idle
+from swpipe.pipeline import SWPipeline, check_idle
 from swpipe.profiler.figures import TaskFigures
 from swpipe.profiler.host import HostObserver
 from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rounds import Counts
 from swpipe.profiler.thread_costs import GilContender, measure_handover_s
-from swpipe.profiler.trial import trial_state
+from swpipe.profiler.trial import trial
 from swpipe.program import Instruction
 from swpipe.trace.recorder import timed_event
 
@@ -106,9 +106,8 @@ def measure_costs(
     # This only validates the numbers.
     Counts(num_warmup, num_measure)
     check_idle(pipe, "measuring costs")
-    saved = trial_state(pipe, batches[0], state)
     timer = WindowTimer(pipe, batches, None, num_warmup, num_measure, pipelined, pulls)
-    with saved.trial(), borrowed(pipe):
+    with trial(pipe, batches[0], state):
         timer.window()  # not used: the first iterations allocate and compile
         pulls.measure()
         costs = _costs(timer, lock=lock and not pipelined)

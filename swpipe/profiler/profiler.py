@@ -16,7 +16,7 @@ from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PULL
 from swpipe.core.progress import progress_bar
 from swpipe.core.task import PipelineTask, TaskRef
-from swpipe.pipeline import SWPipeline, borrowed, check_idle
+from swpipe.pipeline import SWPipeline, check_idle
 from swpipe.profiler.advice import advise
 from swpipe.profiler.exposures import Exposures
 from swpipe.profiler.figures import IterationTimes, Measurement, RankTimes, TaskFigures, busy_s
@@ -24,7 +24,7 @@ from swpipe.profiler.measure import Passage, Pulls, WindowTimer
 from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.rounds import LEAST_ROUNDS, MAX_ROUNDS, Counts, Rounds, visits
 from swpipe.profiler.sampling import MOST, Sample, visit_length
-from swpipe.profiler.trial import trial_state
+from swpipe.profiler.trial import trial
 
 N = TypeVar("N", int, float)
 
@@ -227,7 +227,6 @@ class TaskProfiler:
         names, left_out = self._names(tasks)
         # All ranks have to run the same number of iterations, since they meet in collectives.
         sample = Sample.of(sample, _agreed(min, len(sample)))
-        saved = trial_state(self.pipe, sample[0], self._state, self._copy)
         pulls = Pulls.of(self._loader)
         kinds = [PULL, *names] if pulls.has_loader else [*names]
         lengths = (counts.num_warmup, counts.num_measure)
@@ -238,7 +237,7 @@ class TaskProfiler:
         bar = progress_bar("profiling", " visits", total, shown=verbose)
         # Everything below runs inside the trial, so that state is restored also on failure or
         # Ctrl-C.
-        with bar, saved.trial(), borrowed(self.pipe):
+        with bar, trial(self.pipe, sample[0], self._state, self._copy) as saved:
             if of_loop:
                 visited = len(visits(kinds))
                 passage, counts, section = self._passage(timer, sample, counts, visited)

@@ -26,9 +26,8 @@ from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan, StreamSpec, streams_of
 from swpipe.core.task import PipelineTask
 from swpipe.device import resolve
-from swpipe.pipeline import borrowed
 from swpipe.profiler import ProfileResult, measure_costs
-from swpipe.profiler.trial import trial_state
+from swpipe.profiler.trial import trial
 from swpipe.reporting.environment import environment_findings
 from swpipe.reporting.finding import Finding
 from swpipe.reporting.waits import WaitRecorder, sync_debug
@@ -67,10 +66,9 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
     loader = None if loop.loader is None else unprepared(loop.loader)
     workers = loader.num_workers if isinstance(loader, DataLoader) else 0
     with loop.opened(PipelinePlan.serial(loop.tasks)) as pipe:
-        saved = trial_state(pipe, loop.batches[0], loop.state)
         recorder = WaitRecorder(pipe.device)
         feed = cycle(loop.batches)
-        with saved.trial(), borrowed(pipe):
+        with trial(pipe, loop.batches[0], loop.state):
             # Warm-up iterations wait for allocations and compilation, which are no findings.
             for _ in range(_WARM_UP):
                 pipe.run_one_serial_iter(next(feed))

@@ -32,7 +32,6 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import PlanError
-from swpipe.pipeline import borrowed
 from swpipe.planning import simulate
 from swpipe.profiler import Advice, ProfileResult, TaskProfiler
 from swpipe.profiler.advice import MOST
@@ -41,7 +40,7 @@ from swpipe.profiler.measure import Pulls
 from swpipe.profiler.rank_times import waited_for
 from swpipe.profiler.sampling import MOST as MOST_SEEN
 from swpipe.profiler.spread import Estimate, mean_of
-from swpipe.profiler.trial import trial_state
+from swpipe.profiler.trial import trial
 from swpipe.reporting.account import account_of
 from swpipe.reporting.examination import examine
 from swpipe.reporting.rank_forecast import rank_forecast
@@ -237,7 +236,7 @@ def _measure(
     with loop.opened(plan) as pipe:
         pulls.measure()
         batches: Iterator[Any] = pulls.batches() if pulls.has_loader else cycle(loop.batches)
-        with trial_state(pipe, loop.batches[0], None).trial(), borrowed(pipe):
+        with trial(pipe, loop.batches[0]):
             pipe.run(islice(batches, _WARM_UP))
             timed_s = pipe.run(islice(batches, _WARM_UP)).seconds
             # Ranks must run the same number of iterations, so the slowest one determines it.
@@ -345,12 +344,10 @@ class _Trials(NamedTuple):
         loop.progress("looking for what tasks share that does not show in their costs")
         # The first plan of the advice promised most, so its failure is the most informative.
         plan = next(each.plan for each in profile.advice if each.plan and each.change in tried)
-        with loop.opened(plan) as pipe:
-            saved = trial_state(pipe, loop.batches[0], None)
-            with saved.trial(), borrowed(pipe):
-                batches = loop.batches.section(0, Window().num_measure)
-                alone = {name: task.thread for name, task in profile.tasks.items()}
-                return contention(pipe, batches, alone)
+        with loop.opened(plan) as pipe, trial(pipe, loop.batches[0]):
+            batches = loop.batches.section(0, Window().num_measure)
+            alone = {name: task.thread for name, task in profile.tasks.items()}
+            return contention(pipe, batches, alone)
 
     def best(
         self, plans: Mapping[str, PipelinePlan], tried: Mapping[str, Estimate]
