@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from swpipe._distributed.rank_checks import gather, is_alone
+from swpipe._distributed.rank_checks import gather
 from swpipe.core.effects import UNKNOWN, Effects
 from swpipe.core.loaders import is_apart, unprepared
 from swpipe.pipeline import SWPipeline
@@ -275,7 +275,7 @@ class Pulls:
     @staticmethod
     def agreed(own: bool) -> bool:
         """Return whether ``own`` is true on all ranks, which take the same number of batches."""
-        return own if is_alone() else all(gather(own))
+        return all(gather(own))
 
     @contextmanager
     def off(self) -> Iterator[None]:

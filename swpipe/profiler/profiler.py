@@ -314,9 +314,7 @@ class TaskProfiler:
         if counts.seconds is not None:
             round_s = places * (max(counts.num_warmup, section) + length) * step_s
             fits = _fitting(max(0.0, most_s - len(passage.steps_s) * step_s), round_s)
-            if not is_alone():
-                fits = gather(fits)[0]
-            num_rounds = min(num_rounds, max(LEAST_ROUNDS, fits))
+            num_rounds = min(num_rounds, max(LEAST_ROUNDS, gather(fits)[0]))
         return passage, Counts(counts.num_warmup, length, num_rounds), section
 
     def _names(
@@ -347,7 +345,7 @@ class TaskProfiler:
 
 def _agreed(choose: Callable[[list[N]], N], own: N) -> N:
     """Return one of the values of all ranks, which have to run the same iterations."""
-    return own if is_alone() else choose(gather(own))
+    return choose(gather(own))
 
 
 def _fitting(within_s: float, each_s: float) -> int:

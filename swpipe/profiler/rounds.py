@@ -208,7 +208,7 @@ class Rounds:
 
     def _agreed(self, wanted: list[Kind]) -> list[Kind]:
         """Return the kinds that rank 0 wants, because ranks measure different times."""
-        return wanted if self._counts.fixed or is_alone() else gather(wanted)[0]
+        return wanted if self._counts.fixed else gather(wanted)[0]
 
     def _measure_round(self, order: Sequence[Kind], tick: Callable[[], object]) -> None:
         if self._sections is not None:

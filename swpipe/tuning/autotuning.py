@@ -18,7 +18,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import gather
 from swpipe._distributed.shared_cores import cores
@@ -163,9 +162,7 @@ class Loop:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
-        if self.over_ranks is not None:
-            return self.over_ranks(value)
-        return gather(value) if dist.is_available() and dist.is_initialized() else [value]
+        return (self.over_ranks or gather)(value)
 
     @property
     def has_streams(self) -> bool:
@@ -280,13 +277,13 @@ class Loop:
 
     def through(self, fits: int = MOST) -> Window:
         """Return a window through the batches, and through a pass of the loader if that fits."""
-        length = 0 if self.loader is None else length_of(self.loader)
+        length = length_of(self.loader)
         return Window().through(length if 0 < length <= fits else min(len(self.batches), fits))
 
     def _cycle(self, window: Window) -> int:
         """Return the number of batches that a window uses cyclically."""
         # If a window is a whole pass, the batches must divide it, or some would come more often.
-        if self.loader is not None and length_of(self.loader) == window.num_measure:
+        if length_of(self.loader) == window.num_measure:
             return int(self.batches.dividing(window.num_measure))
         return window.num_measure
 
