@@ -125,9 +125,9 @@ class _Advisor:
         """Yield another plan, then changes of the loader, then the tasks to make faster."""
         result = self._result
         named = set[str]()
-        moved, best = self._best_plan()
-        if best is not None:
-            named = {best.task, *moved}
+        best = self._best_plan()
+        if best is not None and best.plan is not None:
+            named = {best.task, *_moved(self.plan, best.plan)}
             yield best
         for advice in sorted(self._of_loader(), key=lambda advice: -advice.saved_s):
             named.add(advice.task)
@@ -197,12 +197,11 @@ class _Advisor:
 
     # ------------------------------------------------------------------------------ other plans
 
-    def _best_plan(self) -> tuple[Sequence[str], Advice | None]:
-        """Return the moved tasks and the advice of the best plan; no advice if none saves time."""
+    def _best_plan(self) -> Advice | None:
+        """Return the advice of the best plan; None if no plan saves time."""
         result = self._result
         plan = self.plan
         best = None
-        best_moved = list[str]()
         least_s = LEAST * result.baseline_s
         for other in self._others() if self.now_us else ():
             moved = _moved(plan, other)
@@ -220,7 +219,6 @@ class _Advisor:
                         words += ", if it uses nothing that the loop changes"
                     task = max(moved, key=lambda name: result.exposed_s.get(name, 0.0), default="")
                     best = Advice(words, task, promise, limit=limit, plan=replace(other, tasks=()))
-                    best_moved = moved
             elif promise.value_s > least_s:
                 self._stays(f"it might save {promise.exact} ms, and may save nothing")
             else:
@@ -231,7 +229,7 @@ class _Advisor:
         elif not plan.cross_iter_deps:
             self._stays(_NO_DEPENDENCES)
         self.why_not |= self._with_the_body()
-        return best_moved, best
+        return best
 
     def _stays(self, why: str) -> None:
         self.why_not |= dict.fromkeys(self.plan.schedule, why)

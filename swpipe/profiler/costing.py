@@ -33,11 +33,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from swpipe._engine.observers import Observer
 from swpipe._engine.waiting import Host
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
@@ -157,7 +159,7 @@ def _gil_s(timer: WindowTimer) -> dict[str, float]:
     with GilContender() as contender:
         names = (task.name for task in timer.pipe.tasks)
         # The CPU time of a run is the contender's: whenever it has none, the task holds the lock.
-        observer = HostObserver(names, lambda: (time.perf_counter(), contender.held_s))
+        observer = HostObserver(names, contender.times)
         with timer.pipe.observe(observer):
             timer.window()
     # The minimum: whatever takes time from the contender makes a run look too long, never too
@@ -182,41 +184,37 @@ def _while_behind(timer: WindowTimer) -> tuple[dict[str, float], dict[str, float
     device_s: dict[str, float] = {}
     if timed_event(timer.pipe.device) is None:
         return blocking_s, device_s
-    alone = _watch(timer, idle=True)
     behind = _watch(timer, idle=False)
-    for name, runs in alone.runs.items():
+    for name, works in _watch(timer, idle=True).items():
         # The warm-up allocates and compiles, which would make a task look as if it blocked.
-        took_s = [run.wall_s for run in runs[timer.warmup :]]
-        late = [
-            (run.wall_s, work)
-            for run, work in zip(behind.runs[name], behind.work[name], strict=True)
-            if work.begins_late
-        ]
+        took_s = [work.wall_s for work in works[timer.warmup :]]
+        late = [work for work in behind[name] if work.begins_late]
         least_s = median(took_s) + _LEAST_S
         # A task blocks only if in every late run it took longer and left no work behind.
-        if late and all(wall_s > least_s and not work.is_left for wall_s, work in late):
+        if late and all(work.wall_s > least_s and not work.is_left for work in late):
             blocking_s[name] = fmean(took_s)
-        if exact_s := [work.device_s for _, work in late if work.is_all_late]:
+        if exact_s := [work.device_s for work in late if work.is_all_late]:
             device_s[name] = fmean(exact_s)
     return blocking_s, device_s
 
 
-def _watch(timer: WindowTimer, *, idle: bool) -> _DeviceWatch:
-    """Watch serial iterations in immediate succession."""
+def _watch(timer: WindowTimer, *, idle: bool) -> dict[str, list[_DeviceWork]]:
+    """Watch serial iterations in immediate succession, and return the works of each task."""
     pipe = timer.pipe
-    watch = _DeviceWatch((task.name for task in pipe.tasks), pipe.device, idle=idle)
+    watch = _DeviceWatch(pipe.device, idle=idle)
     first = pipe.next_iteration
     with pipe.observe(watch):
         for number in range(first, first + timer.warmup + timer.measure):
             pipe.run_one_serial_iter(timer.batches[number % timer.cycle], number)
     pipe.device.synchronize()
-    return watch
+    return watch.works
 
 
 class _DeviceWork(NamedTuple):
     """A task's work on its stream: the events around it, and the progress of the stream.
 
     Attributes:
+        wall_s: How long the task occupied its thread.
         before: The event before the work.
         after: The event after the work.
         begins_late: Whether the stream had not reached the work when the task began.
@@ -224,6 +222,7 @@ class _DeviceWork(NamedTuple):
         is_left: Whether some of the work was left when the task returned.
     """
 
+    wall_s: float
     before: Any
     after: Any
     begins_late: bool
@@ -236,31 +235,29 @@ class _DeviceWork(NamedTuple):
         return float(self.before.elapsed_time(self.after)) / 1e3
 
 
-class _DeviceWatch(HostObserver):
+class _DeviceWatch(Observer):
     """An observer of serial iterations; if ``idle``, the device is idle before each task."""
 
-    def __init__(self, tasks: Iterable[str], device: Device, *, idle: bool) -> None:
-        super().__init__(tasks)
-        self.work: dict[str, list[_DeviceWork]] = {name: [] for name in self.runs}
+    def __init__(self, device: Device, *, idle: bool) -> None:
+        self.works: dict[str, list[_DeviceWork]] = defaultdict(list)
         self._device = device
         self._idle = idle
-        self._before: tuple[Any, bool] | None = None
+        self._begin: tuple[Any, bool, float] = (None, False, 0.0)
 
     def start(self, ins: Instruction, iteration: int) -> None:
         # Synchronizing before the clock starts keeps the wait out of the task's time.
         if self._idle:
             self._device.synchronize()
-        self._before = self._mark()
-        super().start(ins, iteration)
+        self._begin = (*self._mark(), time.perf_counter())
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
         # The clock stops first, so that the queries below are not part of the task's time.
-        super().stop(ins, iteration, exists)
-        if ins.task in self.work and self._before is not None:
-            before, late = self._before
-            is_all_late = not before.query()
-            after, left = self._mark()
-            self.work[ins.task].append(_DeviceWork(before, after, late, is_all_late, left))
+        now_s = time.perf_counter()
+        before, late, begin_s = self._begin
+        is_all_late = not before.query()
+        after, left = self._mark()
+        work = _DeviceWork(now_s - begin_s, before, after, late, is_all_late, left)
+        self.works[ins.task].append(work)
 
     def _mark(self) -> tuple[Any, bool]:
         """Return a new event on the stream, and whether there is work before it."""

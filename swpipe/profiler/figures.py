@@ -17,7 +17,6 @@ Tables of each iteration are parallel to ``iteration.each_s``. All times are sec
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -77,10 +76,10 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the advice as plain data; a plan with stream objects is left out."""
-        # ``asdict`` would copy a plan field by field, but plans have a JSON format of their own.
+        # ``asdict`` would copy a plan field by field, but plans have a format of their own.
         data = asdict(replace(self, plan=None))
         with suppress(TypeError):  # stream objects cannot be saved
-            data["plan"] = self.plan and json.loads(self.plan.to_json())
+            data["plan"] = self.plan and self.plan.to_dict()
         return data
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,33 +41,18 @@ def thread_times() -> tuple[float, float, float]:
 def core_wait_s() -> float:
     """Return how many seconds this thread has waited for a core; 0 if the kernel does not count."""
     # ``/proc/thread-self`` is resolved when the file is opened, so each thread keeps its own file.
-    file: _SchedStat | None = getattr(_FILES, "file", None)
-    if file is None or file.pid != os.getpid():  # after a fork, the file is the parent's
-        file = _FILES.file = _SchedStat()
-    return file.read_s()
-
-
-class _SchedStat:
-    """The kernel's counters of the thread that opened them: time on a core, time waiting, turns."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self._fd = -1
+    # After a fork, the file is the parent's.
+    if getattr(_FILE, "pid", -1) != os.getpid():
+        _FILE.pid = os.getpid()
+        _FILE.number = -1
         with suppress(OSError):  # not Linux, or a kernel that does not count
-            self._fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-
-    def read_s(self) -> float:
-        if self._fd < 0:
-            return 0.0
-        # The second number is the waiting time in nanoseconds.
-        return int(os.pread(self._fd, 64, 0).split()[1]) / 1e9
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+            _FILE.number = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+            weakref.finalize(threading.current_thread(), os.close, _FILE.number)
+    # Time on a core, time waiting for one, turns: the second is in nanoseconds.
+    return int(os.pread(_FILE.number, 64, 0).split()[1]) / 1e9 if _FILE.number >= 0 else 0.0
 
 
-_FILES = threading.local()
+_FILE = threading.local()
 
 
 class HostObserver(Observer):

@@ -178,13 +178,11 @@ class Pulls:
             self._measure_start()
             times_s: list[float] = []  # without first calls of passes
             all_s: list[float] = []
-            calls = 0
             # The number of calls doubles until the pace is steady: the first calls are served from
             # batches that were ready. All ranks stop together, since ``agreed`` is a collective.
             begin_s = time.perf_counter()
-            while not self.agreed(_is_enough(calls, times_s, time.perf_counter() - begin_s)):
-                for _ in range(max(calls, _LEAST_CALLS)):
-                    calls += 1
+            while not self.agreed(_is_enough(len(all_s), times_s, time.perf_counter() - begin_s)):
+                for _ in range(max(len(all_s), _LEAST_CALLS)):
                     all_s.append(self._timed()[1].wall_s)
                     if self._taken > 1:
                         times_s.append(all_s[-1])

@@ -152,17 +152,12 @@ def _sums_of(steps_s: Sequence[float], length: int) -> Iterator[float]:
         yield total
 
 
-def quantile(values: Sequence[float], part: float) -> float:
-    """Return the value below which the fraction ``part`` of the values lies."""
-    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
-
-
 def pattern_of(steps_s: Sequence[float]) -> str:
     """Return how iterations differ, in words; "" if they do not."""
     if len(steps_s) < 2:
         return ""
     usual_s = median(steps_s)
-    late_s = quantile(steps_s, 0.95)
+    late_s = sorted(steps_s)[int(0.95 * len(steps_s))]
     slow = [k for k, step_s in enumerate(steps_s) if step_s > (1 + _SLOW) * usual_s]
     # Only if slow iterations are all equally far apart is there a period to report.
     apart = {late - early for early, late in pairwise(slow)}

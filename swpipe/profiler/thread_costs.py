@@ -75,6 +75,10 @@ class GilContender:
                 self.held_s += now_s - last_s
             last_s = now_s
 
+    def times(self) -> tuple[float, float]:
+        """Return the wall time, and the time for which the contender has held the lock."""
+        return time.perf_counter(), self.held_s
+
     def __enter__(self) -> Self:
         self._switch_s = sys.getswitchinterval()
         # With the default interval, the contender would get the lock too rarely to measure short

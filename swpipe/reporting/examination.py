@@ -185,11 +185,12 @@ def _repeated_rows(loader: Any, workers: int) -> Iterator[Finding]:
 
 
 def _alike(batch: Any, other: Any) -> bool:
-    # Batches are compared by their tensors bit by bit, and by their other plain values.
-    batches = (batch, other)
-    ours, theirs = ([*tensors_held(each)] for each in batches)
-    values, others = ([v for v in leaves_in(each) if isinstance(v, PLAIN)] for each in batches)
-    return values == others and len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
+    """Return whether two batches have the same tensors, bit by bit, and the same plain values."""
+    both = (batch, other)
+    values, others = ([v for v in leaves_in(each) if isinstance(v, PLAIN)] for each in both)
+    tensors = [[*tensors_held(each)] for each in both]
+    same_number = len(tensors[0]) == len(tensors[1])
+    return values == others and same_number and all(map(same_bits, *tensors))
 
 
 def _lock_findings(
