@@ -407,8 +407,7 @@ class WindowTimer:
 
     def run(self) -> TimedRun:
         """Begin a run of iterations."""
-        feed = _Feed(self.batches, self.copy, self.pulls, self.pipe.next_iteration)
-        return (TimedRun if self.pipelined else SerialRun)(self.pipe, feed)
+        return (TimedRun if self.pipelined else SerialRun)(self)
 
     def spans(self, seconds: Sequence[float]) -> list[float]:
         """Return the means over as many neighbouring iterations as the pipeline is deep."""
@@ -440,67 +439,52 @@ class Passage(NamedTuple):
         }
 
 
-class _Feed:
-    """An iterator over a run's batches, which ends where no more were prepared.
+class TimedRun:
+    """A run of successive iterations under the plan, and the iterator over its batches.
 
-    ``pulls`` is called for each batch that is taken. Iteration i gets the batch i modulo their
-    number, counted from the iteration ``first``: a shortcut finds its cached outputs by that
-    number.
+    The iterator ends where no more batches were prepared. For each batch that is taken, the loader
+    is called. Iteration i gets the batch i modulo their number, since a shortcut finds its cached
+    outputs by that number.
 
     All ranks prepare the same numbers of batches, and more may be prepared after an end. Therefore
     the ranks must not agree on the end of the iterator, which they would take for the final one.
+
+    Attributes:
+        numbers: The numbers of the iterations that were retired, in that order.
     """
 
     # The engine reads this attribute: True means that it need not ask the other ranks for an end.
     agreed = True
 
-    def __init__(
-        self,
-        batches: Sequence[Any],
-        copy: Callable[[Any], Any] | None,
-        pulls: Pulls,
-        first: int,
-    ) -> None:
-        self._batches = batches
-        self._copy = copy
-        self.pulls = pulls
-        self._number = first
-        self._ahead: deque[Any] = deque()
+    def __init__(self, timer: WindowTimer) -> None:
+        self._timer = timer
+        self._pipe = timer.pipe
+        self._number = timer.pipe.next_iteration  # of the next batch to prepare
+        self._prepared: deque[Any] = deque()
+        self.numbers: list[int] = []
+        self._marks: list[Any] = []  # the retirements: times, or events of the device
+        self._called = 0  # calls of the loader before the iterations that were measured last
 
     def prepare(self, count: int) -> None:
         """Add ``count`` batches, copied now so that copying is not timed."""
+        timer = self._timer
         for _ in range(count):
-            batch = self._batches[self._number % len(self._batches)]
+            batch = timer.batches[self._number % timer.cycle]
             self._number += 1
-            self._ahead.append(batch if self._copy is None else self._copy(batch))
+            self._prepared.append(batch if timer.copy is None else timer.copy(batch))
 
     def batches_left(self) -> int:
         """Return the number of batches before the next end."""
-        return len(self._ahead)
+        return len(self._prepared)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if not self._ahead:
+        if not self._prepared:
             raise StopIteration
-        self.pulls()
-        return self._ahead.popleft()
-
-
-class TimedRun:
-    """A run of successive iterations under the plan, which counts the iterations that it retired.
-
-    Attributes:
-        numbers: The iteration numbers, in the order of retirement.
-    """
-
-    def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
-        self._pipe = pipe
-        self._feed = feed
-        self.numbers: list[int] = []
-        self._marks: list[Any] = []  # the retirements: times, or events of the device
-        self._called = 0  # calls of the loader before the iterations that were measured last
+        self._timer.pulls()
+        return self._prepared.popleft()
 
     def iterate(
         self,
@@ -515,12 +499,12 @@ class TimedRun:
         ``begin_to_measure`` is called between the warm-up and the measured iterations, and should
         take no time. If ``drain``, the batches that the loader has ready are taken away first.
         """
-        pulls = self._feed.pulls
+        pulls = self._timer.pulls
         if drain and pulls.drains:
             # The first iteration with a new shortcut takes longer, because outputs are cached, and
             # the loader makes more batches meanwhile. So this iteration runs before the loader is
             # drained.
-            self._feed.prepare(self._ahead() + 1)
+            self.prepare(self._ahead() + 1)
             self.numbers.append(self._next())
         # Under the plan, a worker thread may call the loader as well. The pipeline is drained
         # first, so that ``settle`` is its only caller.
@@ -528,7 +512,7 @@ class TimedRun:
             self.end()  # no iteration is in flight from here on
             pulls.settle(self._ahead() + warmup + measure, drain=drain)
         begin = len(self.numbers) + warmup
-        self._feed.prepare(self._ahead() + warmup + measure)
+        self.prepare(self._ahead() + warmup + measure)
         for turn in range(warmup + measure):
             if turn == warmup:
                 self._called = len(pulls.runs)
@@ -539,7 +523,7 @@ class TimedRun:
     @property
     def calls(self) -> list[HostRun]:
         """The loader's calls in the iterations that were measured last."""
-        return self._feed.pulls.runs[self._called :]
+        return self._timer.pulls.runs[self._called :]
 
     def end(self) -> None:
         """Drain the pipeline without counting the iterations."""
@@ -562,7 +546,7 @@ class TimedRun:
 
     def _next(self) -> int:
         """Run one iteration and return its number."""
-        number: int = self._pipe.progress(self._feed).iter_idx
+        number: int = self._pipe.progress(self).iter_idx
         # The caller's stream waits for the retired iteration, so an event there marks its end.
         if self._on_device:
             mark: Any = self._pipe.device.new_event(timing=True)
@@ -576,9 +560,9 @@ class TimedRun:
 class SerialRun(TimedRun):
     """A run of successive serial iterations, each timed on its own."""
 
-    def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
-        super().__init__(pipe, feed)
-        self._first = pipe.next_iteration
+    def __init__(self, timer: WindowTimer) -> None:
+        super().__init__(timer)
+        self._first = self._number
         self._seconds: list[float] = []
 
     def seconds(self) -> list[float]:
@@ -593,7 +577,7 @@ class SerialRun(TimedRun):
         wait = self._pipe.device.synchronize
         wait()
         begin_s = time.perf_counter()
-        self._pipe.run_one_serial_iter(next(self._feed), number)
+        self._pipe.run_one_serial_iter(next(self), number)
         wait()
         self._seconds.append(time.perf_counter() - begin_s)
         return number
