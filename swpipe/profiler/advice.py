@@ -163,18 +163,16 @@ class _Advisor:
         The measured iteration is scaled by the ratio of the simulated iterations.
         """
         then_s = self._result.baseline_s * then_us / self.now_us if self.now_us else 0.0
-        pace = self._result.loader
-        if pace is None:
-            return then_s
+        pace = self._result.pace
         # No plan is faster than a loader that works ahead, and the start of a pass is never hidden.
         return max(then_s, (pace.rate_s if pace.works_ahead else 0.0) + pace.start_s)
 
     def _of_loader(self) -> Iterator[Advice]:
         """Yield changes of a loader that is too slow, or whose passes begin slowly."""
         result = self._result
-        pace = self._result.loader
-        waits = self._result.exposed(PULL)
-        if pace is None or waits is None:
+        pace = result.pace
+        waits = result.exposed(PULL)
+        if waits is None:
             return
         least_s = LEAST * result.baseline_s
         if result.limited_by_loader and (saved_s := waits.value_s - pace.start_s) > least_s:
@@ -271,7 +269,6 @@ class _Advisor:
             yield replace(plan, pull_group=group, pipeline_depth=depth)
         if not plan.cross_iter_deps:
             return
-        about: Any = {"streams": self._streams, "effects": self.effects, "effort": EFFORT}
         threads = max(2, min(4, cores()), plan.threads)
         may_have = {name: task.most_workers for name, task in self._result.tasks.items()}
         stay: Sequence[str] = ()
@@ -279,7 +276,14 @@ class _Advisor:
         for workers in sorted({1, *may_have.values()}):
             limits = Limits(threads=threads, workers=workers, frozen=stay)
             try:
-                best = auto_plan(plan, self._costs, limits=limits, **about).plan
+                best = auto_plan(
+                    plan,
+                    self._costs,
+                    limits=limits,
+                    streams=self._streams,
+                    effects=self.effects,
+                    effort=EFFORT,
+                ).plan
             except PlanError as error:
                 self._stays(error.problems[0].text)
                 return

@@ -314,11 +314,16 @@ class Figures(LoopTimes):
         }
 
     @property
+    def pace(self) -> LoaderPace:
+        """The pace of the loader; without a loader, batches take no time."""
+        return self.loader or LoaderPace(0.0, 0.0, works_ahead=False)
+
+    @property
     def limited_by_loader(self) -> bool:
         """Whether the loader works ahead, and is slower than the rest of an iteration."""
-        pace = self.loader
+        pace = self.pace
         saved = self.exposed(PULL)
-        if pace is None or saved is None or not (pace.works_ahead and saved.is_clear):
+        if saved is None or not (pace.works_ahead and saved.is_clear):
             return False
         # The loader sets the pace if making a batch takes nearly the whole step, without the start
         # of a pass, and no less than the step takes if batches cost nothing.

@@ -257,7 +257,7 @@ class TaskProfiler:
         measurement = Measurement(
             num_warmup=timer.warmup,
             num_measure=timer.measure,
-            num_rounds=len(rounds.base_s),
+            num_rounds=len(rounds.completed),
             coverage="" if passage is None else sample.coverage(len(passage.steps_s)),
             put_back=tuple(map(str, saved.owners)),
             already_shortcut=left_out,

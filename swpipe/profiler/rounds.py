@@ -109,7 +109,6 @@ class Rounds:
 
     Attributes:
         timer: Runs the iterations.
-        base_s: The mean time of an iteration without a shortcut, round by round.
         saved_s: Kind to the differences that ``time_saved`` takes.
         completed: The visits of the rounds that were completed.
         in_backward_s: Kind to the time of its replays in the backward of other tasks, visit by
@@ -137,7 +136,6 @@ class Rounds:
         # The seed is fixed, so that all ranks visit the kinds in the same order.
         self._rng = random.Random(0)
         self._kind = BASE
-        self.base_s: list[float] = []
         self.saved_s: dict[Kind, list[float]] = {}
         self.completed: list[list[Visit]] = []
         self.in_backward_s: dict[Kind, list[float]] = {}
@@ -166,26 +164,25 @@ class Rounds:
         self.saved_s = {kind: [] for kind in kinds}
         begin_s = time.perf_counter()
         load = load_so_far()
-        # Clocks differ between ranks, so all of them follow rank 0. The number of rounds is counted
-        # in ``base_s``, which a round extends only when it is complete.
+        # Clocks differ between ranks, so all of them follow rank 0.
         while wanted := self._agreed(self._wanted(time.perf_counter() - begin_s)):
             order = self._rng.sample(wanted, len(wanted))
             try:
                 self._measure_round(order, tick)
             except KeyboardInterrupt:
                 # Intervals need two rounds. From then on, an interrupted profile has a result.
-                if len(self.base_s) < LEAST_ROUNDS:
+                if len(self.completed) < LEAST_ROUNDS:
                     raise
                 self.interrupted = True
                 break
-        while len(self.base_s) < LEAST_ROUNDS:  # no kind could be measured
+        while len(self.completed) < LEAST_ROUNDS:  # no kind could be measured
             self._measure_round((), tick)
         self.other_load = None if load is None else load.others()
 
     def _wanted(self, elapsed_s: float) -> list[Kind]:
         """Return the kinds to measure in the next round; empty when measuring is done."""
         counts = self._counts
-        done = len(self.base_s)
+        done = len(self.completed)
         kinds = list(self.saved_s)
         if done < LEAST_ROUNDS:
             return kinds
@@ -227,7 +224,6 @@ class Rounds:
                 self._leave_out(self._kind, error)
                 continue
             steps_s = [(kind, [each.step_s for each in every]) for kind, every in timed]
-            self.base_s.append(fmean(fmean(of) for kind, of in steps_s if kind == BASE))
             for kind, saved_s in differences_in(steps_s).items():
                 self.saved_s[kind].append(saved_s)
             self.completed.append(timed)

@@ -85,7 +85,11 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
     return tuple(
         chain(
             environment_findings(resolve(loop.device), plan, workers),
-            _per_iteration(recorder),
+            # The recorder counts over all watched iterations.
+            (
+                replace(finding, text=f"{finding.text}; {times / _WATCHED:g} per iteration")
+                for finding, times in recorder.findings.items()
+            ),
             _priority_findings(plan, recorder.computing) if plan and loop.has_streams else (),
             _graph_breaks(),
             _loader_findings(profile),
@@ -93,12 +97,6 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
             _lock_findings(loop.tasks, costs, profile.baseline_s),
         )
     )
-
-
-def _per_iteration(recorder: WaitRecorder) -> Iterator[Finding]:
-    for finding, times in recorder.findings.items():
-        # The recorder counts over all watched iterations.
-        yield replace(finding, text=f"{finding.text}; {times / _WATCHED:g} per iteration")
 
 
 def _priority_findings(plan: PipelinePlan, computing: set[str]) -> Iterator[Finding]:
@@ -147,9 +145,9 @@ def _loader_findings(profile: ProfileResult) -> Iterator[Finding]:
 
     The advice of the profile is about a loader that works ahead, and about the start of a pass.
     """
-    pace = profile.loader
+    pace = profile.pace
     saved = profile.exposed(PULL)
-    if pace is None or saved is None or pace.works_ahead or not saved.is_clear:
+    if saved is None or pace.works_ahead or not saved.is_clear:
         return
     waits = replace(saved, value_s=saved.value_s - pace.start_s)
     if waits.value_s >= _SHARE * profile.baseline_s:

@@ -193,11 +193,14 @@ class Loop:
     def record(self) -> Recording:
         """Record two serial iterations: what the tasks touch, on any rank."""
         self.announce("recording what the tasks touch")
-        batch = self.batches[0]
-        device = self.device
-        context = self.context
         with self.budget.spending(_RECORDED):
-            own = record(self.tasks, batch, device=device, context=context, loader=self.loader)
+            own = record(
+                self.tasks,
+                self.batches[0],
+                device=self.device,
+                context=self.context,
+                loader=self.loader,
+            )
         # A loader that was not recorded is assumed to touch what the loop's body touches, unless it
         # is apart.
         effects = with_the_others(own.effects, own.effects[BODY], apart=self.apart, body=True)
@@ -213,8 +216,9 @@ class Loop:
         window = budget.window(windows, until, self.through())
         batches = Sample.of(self.batches, self._cycle(window))
         with self.opened(plan) as pipe, budget.spending(windows * window.iterations):
-            about: Any = {"pipelined": plan.depth > 1, "loader": self.loader}
-            own = measure_costs(pipe, batches, *window, state=self.state, **about)
+            own = measure_costs(
+                pipe, batches, *window, plan.depth > 1, state=self.state, loader=self.loader
+            )
         # The mean over ranks, for the reason given in the module's docstring.
         mean = CostModel.mean(self.gather(own))
         return replace(mean, memory=self.memory)
@@ -229,8 +233,15 @@ class Loop:
         """
         self.announce("measuring what the tasks hold")
         with self.budget.spending(MEMORY_ITERATIONS):
-            about: Any = {"device": self.device, "context": self.context, "state": self.state}
-            own = measure_memory(self.tasks, self.batches[:1], keep=keep, effects=effects, **about)
+            own = measure_memory(
+                self.tasks,
+                self.batches[:1],
+                device=self.device,
+                context=self.context,
+                state=self.state,
+                keep=keep,
+                effects=effects,
+            )
         names = [task.name for task in self.tasks]
         # A single plan serves all ranks, so the rank with the largest peak decides.
         everyone: list[TaskMemory] = self.gather(own)
