@@ -43,7 +43,7 @@ from swpipe._engine.observers import Observer
 from swpipe._engine.waiting import Host
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
-from swpipe.core.task import TaskRef, name_of
+from swpipe.core.task import TaskRef
 from swpipe.device import Device
 from swpipe.pipeline import SWPipeline, check_idle
 from swpipe.profiler.figures import TaskFigures
@@ -124,10 +124,10 @@ def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[
     """
     tasks = dict(costs.tasks)
     for task, used in resources.items():
-        cost = costs.of([name_of(task)])[name_of(task)]
+        ((name, cost),) = costs.of([task]).items()
         added = (used,) if isinstance(used, str) else tuple(used)
         both = tuple(dict.fromkeys((*cost.resources, *added)))
-        tasks[name_of(task)] = replace(cost, resources=both)
+        tasks[name] = replace(cost, resources=both)
     return replace(costs, tasks=tasks)
 
 
@@ -157,9 +157,8 @@ def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
 
 def _gil_s(timer: WindowTimer) -> dict[str, float]:
     with GilContender() as contender:
-        names = (task.name for task in timer.pipe.tasks)
         # The CPU time of a run is the contender's: whenever it has none, the task holds the lock.
-        observer = HostObserver(names, contender.times)
+        observer = HostObserver(timer.pipe.tasks, contender.times)
         with timer.pipe.observe(observer):
             timer.window()
     # The minimum: whatever takes time from the contender makes a run look too long, never too
@@ -193,8 +192,9 @@ def _while_behind(timer: WindowTimer) -> tuple[dict[str, float], dict[str, float
         # A task blocks only if in every late run it took longer and left no work behind.
         if late and all(work.wall_s > least_s and not work.is_left for work in late):
             blocking_s[name] = fmean(took_s)
-        if exact_s := [work.device_s for work in late if work.is_all_late]:
-            device_s[name] = fmean(exact_s)
+        exact = [work for work in late if work.is_all_late]
+        if exact:
+            device_s[name] = fmean(work.before.elapsed_time(work.after) for work in exact) / 1e3
     return blocking_s, device_s
 
 
@@ -228,11 +228,6 @@ class _DeviceWork(NamedTuple):
     begins_late: bool
     is_all_late: bool
     is_left: bool
-
-    @property
-    def device_s(self) -> float:
-        """The seconds from one event to the other."""
-        return float(self.before.elapsed_time(self.after)) / 1e3
 
 
 class _DeviceWatch(Observer):

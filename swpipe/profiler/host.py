@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from swpipe._engine.observers import Observer
 from swpipe.core.plan import PULL
+from swpipe.core.task import TaskRef, names_of
 from swpipe.profiler.spread import Estimate
 from swpipe.program import Instruction
 
@@ -62,9 +63,9 @@ class HostObserver(Observer):
     """
 
     def __init__(
-        self, tasks: Iterable[str], clock: Callable[[], tuple[float, ...]] = thread_times
+        self, tasks: Iterable[TaskRef], clock: Callable[[], tuple[float, ...]] = thread_times
     ) -> None:
-        self.runs: dict[str, list[HostRun]] = {name: [] for name in tasks}
+        self.runs: dict[str, list[HostRun]] = {name: [] for name in names_of(tasks)}
         self._clock = clock
         self._local = threading.local()
 

@@ -389,7 +389,7 @@ class WindowTimer:
         ``cycle`` is the number of iterations after which the loop repeats; 0 for the number of
         batches.
         """
-        observer = HostObserver(task.name for task in self.pipe.tasks)
+        observer = HostObserver(self.pipe.tasks)
         run = self.run()
         streams = self.pipe.device.has_streams
         tracing = self.pipe.trace() if streams else nullcontext(Trace(()))

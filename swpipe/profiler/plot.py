@@ -96,17 +96,19 @@ def _drawn(series: Sequence[Bars]) -> Iterator[Figure]:
 
 def _draw_bars(axes: Axes, bars: Bars, places: Mapping[str, float], color: str) -> None:
     """Draw the bars of one color with their intervals; bars not distinct from 0 are grey."""
-    ms = [(1e3 * time.value_s, 1e3 * time.spread_s) for time in bars.times.values()]
+    times = [*bars.times.values()]
     drawn = axes.barh(
         [places[name] for name in bars.times],
-        [value for value, _ in ms],
+        [1e3 * time.value_s for time in times],
         height=0.86 * BAR_IN,
-        color=[color if value > error else GRID for value, error in ms],
-        edgecolor=[color if value > error else LINE for value, error in ms],
+        color=[color if time.is_clear else GRID for time in times],
+        edgecolor=[color if time.is_clear else LINE for time in times],
         # Exposed time is never negative, so the error bar does not go below 0.
-        xerr=[[min(both) for both in ms], [error for _, error in ms]],
+        xerr=[
+            [1e3 * min(time.value_s, time.spread_s) for time in times],
+            [1e3 * time.spread_s for time in times],
+        ],
         error_kw={"elinewidth": 1, "capsize": 2.5, "ecolor": FAINT},
     )
-    # A time that cannot be told apart from 0 is shown by its upper limit.
-    texts = [f"{v:.1f} ± {e:.1f}" if v > e else f"< {v + e:.1f}" for v, e in ms]
+    texts = [time.text for time in times]
     axes.bar_label(drawn, texts, padding=6, fontsize=SMALL_SIZE, color=INK)

@@ -321,17 +321,15 @@ class TaskProfiler:
         self, tasks: Iterable[TaskRef] | TaskRef | None
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the tasks to measure and the tasks already shortcut, both in serial order."""
-        if isinstance(tasks, str | PipelineTask):
-            tasks = (tasks,)
-        wanted = None if tasks is None else set(self.pipe.task_names(*tasks))
-        shortcut = self.pipe.shortcut_tasks
         in_order = [task.name for task in self.pipe.tasks]
-        names = tuple(
-            name
-            for name in in_order
-            if (name not in shortcut if wanted is None else name in wanted)
-        )
-        if both := [name for name in names if name in shortcut]:
+        left_out = tuple(name for name in in_order if name in self.pipe.shortcut_tasks)
+        if tasks is None:
+            wanted = {*in_order} - {*left_out}
+        else:
+            named = (tasks,) if isinstance(tasks, str | PipelineTask) else tasks
+            wanted = {*self.pipe.task_names(*named)}
+        names = tuple(name for name in in_order if name in wanted)
+        if both := [name for name in names if name in left_out]:
             raise ValueError(
                 f"task {both[0]!r} is shortcut, so it costs nothing that could be measured: "
                 f"call disable_shortcut({both[0]!r}) first, or leave it out of tasks"
@@ -340,7 +338,7 @@ class TaskProfiler:
             raise ValueError(
                 "there is no task to measure: tasks is empty, or all are shortcut already"
             )
-        return names, tuple(name for name in in_order if name in shortcut)
+        return names, left_out
 
 
 def _agreed(choose: Callable[[list[N]], N], own: N) -> N:
@@ -409,8 +407,7 @@ def pipeline_breakdown(pipeline: Any, batches: Iterable[Any], **options: Any) ->
         batches: At least one batch on the host, as the data loader returns it.
         options: Keyword arguments of ``TaskProfiler.profile_many``.
     """
-    pipe = pipeline.pipe
-    results = TaskProfiler(pipe).profile_many(batches, **options)
+    results = TaskProfiler(pipeline.pipe).profile_many(batches, **options)
     if is_alone() or dist.get_rank() == 0:
         results.print_report()
     return results

@@ -137,9 +137,9 @@ class ProfileResult(Figures, Report):
                 "replay": None if raw is None else task.replay_s,
                 "baseline": self.baseline_s,
             }
-            about = {"batch": self.batch, "mode": self.mode, "task": name}
-            times = {f"{what}_ms": None if s is None else 1e3 * s for what, s in seconds.items()}
-            rows.append({**about, **times, "not_measured": task.not_measured})
+            row: dict[str, Any] = {"batch": self.batch, "mode": self.mode, "task": name}
+            row |= {f"{what}_ms": None if s is None else 1e3 * s for what, s in seconds.items()}
+            rows.append({**row, "not_measured": task.not_measured})
         return rows
 
     def _bars(self) -> list[Bars]:

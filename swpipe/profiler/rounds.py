@@ -36,7 +36,7 @@ from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.core.plan import PULL
 from swpipe.errors import UnsavedStateError, add_note
 from swpipe.profiler.host import HostObserver, HostRun, TimedIteration
-from swpipe.profiler.measure import Pulls, TimedRun, WindowTimer
+from swpipe.profiler.measure import TimedRun, WindowTimer
 from swpipe.profiler.other_load import OtherLoad, load_so_far
 from swpipe.profiler.spread import BASE, Kind, differences_in, time_saved
 
@@ -151,7 +151,7 @@ class Rounds:
         self._run(visits(()))
         self.timer.pulls.measure()
 
-    def measure(self, kinds: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> None:
+    def measure(self, kinds: Sequence[Kind], tick: Callable[[], object]) -> None:
         """Measure kinds of shortcuts; call ``tick`` after each visit.
 
         If iterations fail only with one kind of shortcut, that kind is left out from then on. On
@@ -219,9 +219,12 @@ class Rounds:
                 # is shortcut.
                 raise
             except Exception as error:
-                if self._kind == BASE or not is_alone():
+                failed = self._kind
+                if failed == BASE or not is_alone():
                     raise
-                self._leave_out(self._kind, error)
+                self._run(visits(()))  # raises if the shortcut is not the reason
+                self.failed[failed] = error
+                del self.saved_s[failed]
                 continue
             steps_s = [(kind, [each.step_s for each in every]) for kind, every in timed]
             for kind, saved_s in differences_in(steps_s).items():
@@ -229,19 +232,13 @@ class Rounds:
             self.completed.append(timed)
             return
 
-    def _leave_out(self, failed: Kind, error: Exception) -> None:
-        """Leave out a kind, provided that iterations succeed without its shortcut."""
-        self._run(visits(()))  # raises if the shortcut is not the reason
-        self.failed[failed] = error
-        del self.saved_s[failed]
-
     def _run(self, order: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> list[Visit]:
         visited: list[tuple[slice, list[HostRun]]] = []
         pipe = self.timer.pipe
         # From here on, a shortcut caches one set of outputs for each batch of the cycle.
         pipe.cycle_shortcuts(self.timer.cycle)
         run = self.timer.run()
-        observer = HostObserver(task.name for task in pipe.tasks)
+        observer = HostObserver(pipe.tasks)
         try:
             with pipe.observe(observer):
                 for kind in order:
@@ -278,7 +275,10 @@ class Rounds:
             length = timer.whole_cycles(length)
         elif length > 1:
             length += self._rng.choice((-1, 0, 1))
-        drain = pulls.has_loader and kind != PULL and self._is_slow(pulls, kind)
+        # A loader that is faster than the rest of an iteration keeps its queue full. Then the visit
+        # need not take away ready batches.
+        fast = pulls.rate_s * _MARGIN <= self._rest_s.get(kind, 0.0)
+        drain = pulls.has_loader and kind != PULL and not pulls.agreed(fast)
         if drain:
             length = pulls.in_turns(length)
         replayed = [kind] if kind not in (BASE, PULL) else []
@@ -306,13 +306,6 @@ class Rounds:
             shortcut = f"with task {kind!r} shortcut"
             add_note(error, f"swpipe: while profiling {what.get(kind, shortcut)}")
             raise
-
-    def _is_slow(self, pulls: Pulls, kind: Kind) -> bool:
-        """Return whether the loader may be slower than the rest of an iteration.
-
-        A loader that is faster keeps its queue full. Then visits need not take away ready batches.
-        """
-        return not pulls.agreed(pulls.rate_s * _MARGIN <= self._rest_s.get(kind, 0.0))
 
     def _shortcut(self, kind: Kind) -> AbstractContextManager[object]:
         if kind == PULL:

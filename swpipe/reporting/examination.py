@@ -63,7 +63,7 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
     Raises:
         BaseException: Any exception of a task or of the loader.
     """
-    loader = None if loop.loader is None else unprepared(loop.loader)
+    loader = unprepared(loop.loader)
     workers = loader.num_workers if isinstance(loader, DataLoader) else 0
     with loop.opened(PipelinePlan.serial(loop.tasks)) as pipe:
         recorder = WaitRecorder(pipe.device)

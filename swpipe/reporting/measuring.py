@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -128,16 +129,12 @@ def report_on(
     inferred = _with_recurrences(loop.inferred_plan(recording), recording.effects)
     runs_under = inferred if plan is None else replace(plan, tasks=())
     pulls = Pulls.of(loop.loader)
-    pipelined = plan is not None and plan.depth > 1
-    own = _measure(loop, runs_under, rounds, pulls, pipelined=pipelined)
+    own = _measure(loop, runs_under, rounds, pulls)
     page = _page_of(loop, name, runs_under, inferred, own)
     # The ranks decide together, since the trials below are collective.
     if any(loop.gather(page.cannot_tell)):
         return page
-
-    def allowed(other: PipelinePlan) -> bool:
-        return keeps_order(loop, recording, other)
-
+    allowed = partial(keeps_order, loop, recording)
     page = _with_predictions(page, loop, allowed)
     fitting = {
         name: replace(other, tasks=())
@@ -228,9 +225,7 @@ class _Measured(NamedTuple):
     cpu_s: float
 
 
-def _measure(
-    loop: Loop, plan: PipelinePlan, rounds: int | None, pulls: Pulls, *, pipelined: bool
-) -> _Measured:
+def _measure(loop: Loop, plan: PipelinePlan, rounds: int | None, pulls: Pulls) -> _Measured:
     """Trace some iterations and profile the loop, and restore the state."""
     loop.progress("recording a timeline")
     with loop.opened(plan) as pipe:
@@ -254,7 +249,7 @@ def _measure(
         profile = TaskProfiler(pipe, loader=pulls).profile_loop(
             loop.batches,
             num_rounds=ROUNDS if rounds is None else rounds,
-            pipelined=pipelined,
+            pipelined=plan.depth > 1,  # an inferred plan is the plain loop
             seconds=_PROFILE_S if rounds is None else None,
         )
     # Threads of OpenMP may use a core while they wait, so with several of them the CPU time says
@@ -356,12 +351,12 @@ class _Trials(NamedTuple):
 
         The best of several plans was also lucky, so its first result is too high.
         """
-        for name in sorted(tried, key=lambda name: -tried[name].value_s)[:1]:
-            if tried[name].is_clear:
-                # The second trial does not depend on the selection, so its result is unbiased.
-                again = self.saved({name: plans[name]})[name]
-                if again.is_clear:
-                    words = f"run it under the ready-made plan {name}"
-                    advice = Advice(words, "", tried[name], plan=plans[name])
-                    return (PromisedChange(advice, again),)
-        return ()
+        clear = {name: saved for name, saved in tried.items() if saved.is_clear}
+        if not clear:
+            return ()
+        name = max(clear, key=lambda name: clear[name].value_s)
+        # The second trial does not depend on the selection, so its result is unbiased.
+        again = self.saved({name: plans[name]})[name]
+        words = f"run it under the ready-made plan {name}"
+        advice = Advice(words, "", tried[name], plan=plans[name])
+        return (PromisedChange(advice, again),) if again.is_clear else ()

@@ -217,7 +217,12 @@ class Loop:
         batches = Sample.of(self.batches, self._cycle(window))
         with self.opened(plan) as pipe, budget.spending(windows * window.iterations):
             own = measure_costs(
-                pipe, batches, *window, plan.depth > 1, state=self.state, loader=self.loader
+                pipe,
+                batches,
+                *window,
+                pipelined=plan.depth > 1,
+                state=self.state,
+                loader=self.loader,
             )
         # The mean over ranks, for the reason given in the module's docstring.
         mean = CostModel.mean(self.gather(own))

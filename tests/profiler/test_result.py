@@ -186,7 +186,7 @@ def test_rows_for_other_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "&lt; 0.10" in RESULT._repr_html_()
     if find_spec("matplotlib"):
         assert RESULT._repr_html_().startswith("<svg")
-        assert "4.0 ± 0.1" in RESULT._repr_html_()
+        assert "4.00 ± 0.10" in RESULT._repr_html_().partition("</svg>")[0]
     assert ProfileResults([]).to_csv() == "\n"
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
     assert RESULT.to_dataframe() == RESULT.records()
