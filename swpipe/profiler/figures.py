@@ -38,6 +38,8 @@ LIMITING = 0.9
 MOST_WORKERS = 8
 """The maximum number of threads of one task."""
 
+# A task that blocks the host waits for at least this long, and for this part of its time: every
+# thread is preempted now and then.
 MIN_BLOCKED_S = 1e-4
 MIN_BLOCKED_SHARE = 0.25
 
@@ -164,6 +166,7 @@ class TaskFigures:
         """Return the mean cost, with the table of all iterations if each of them was timed."""
         return TaskCost(
             1e6 * self.thread.host_s,
+            # The model has no unknown device time: a task without work on streams takes none there.
             device_us=1e6 * (self.device_s or 0.0),
             host_each_us=table_us(self.thread.each_s, iterations),
             device_each_us=table_us(self.device_each_s, iterations),
@@ -183,6 +186,7 @@ class LoopTimes:
     tasks: Mapping[str, TaskFigures]
 
     def __post_init__(self) -> None:
+        # A frozen dataclass allows this assignment only through ``object``.
         object.__setattr__(self, "tasks", ByTask(self.tasks))
 
     @property
@@ -203,6 +207,7 @@ class LoopTimes:
     @property
     def on_streams(self) -> bool:
         """Whether the times of work on streams are known."""
+        # On a device with streams, some task may still have no work on any of them.
         return any(task.device_each_s for task in self.tasks.values())
 
     @property
@@ -218,6 +223,7 @@ class LoopTimes:
     @property
     def exposures(self) -> Mapping[str, Estimate]:
         """Task to its exposed time, limited to the range from 0 to ``baseline_s``."""
+        # Noise may put a measured time outside of this range, where it would mean nothing.
         return {
             name: replace(raw, value_s=min(max(0.0, raw.value_s), self.baseline_s))
             for name, task in self.tasks.items()
@@ -307,6 +313,7 @@ class Figures(LoopTimes):
         The rest is time that other tasks save without it (``in_others_s``), or work that runs
         faster.
         """
+        # Work on a stream begins while the task is on its thread, so the sum is an upper limit.
         return {
             name: min(exposed_s, task.thread.host_s + (task.device_s or 0.0))
             for name, exposed_s in self.exposed_s.items()
@@ -356,8 +363,10 @@ def table_us(each_s: Sequence[float], count: int) -> tuple[float, ...]:
 def busy_s(plan: PipelinePlan, tasks: Mapping[str, ThreadTimes]) -> dict[str, float]:
     """Return for each thread group how many seconds per iteration each of its threads is busy."""
     busy: dict[str, float] = defaultdict(float)
+    # Without a group of its own, the caller's thread pulls the batches.
     if PULL in tasks:
         busy[plan.pull_group or DEFAULT_GROUP] += tasks[PULL].host_s
     for name, schedule in plan.schedule.items():
+        # Workers take turns, so each of them is busy for its share of an iteration.
         busy[schedule.thread_group] += tasks[name].host_s / schedule.workers
     return dict(busy)

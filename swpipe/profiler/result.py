@@ -63,6 +63,7 @@ class Report(Rows):
 
     def print_report(self, file: TextIO | None = None) -> None:
         """Print a table with one row per task, to standard output by default."""
+        # The legend is printed once, also below several results.
         text = f"{self.format_report()}\n{result_text.LEGEND}\n"
         (sys.stdout if file is None else file).write(text)
 
@@ -177,6 +178,7 @@ class ProfileResult(Figures, Report):
 
 def plain(result: ProfileResult) -> dict[str, Any]:
     """Return a result as data that JSON can hold."""
+    # A plan has a format of its own, in which it is also read.
     advice = [each.to_dict() for each in result.advice]
     return {**asdict(replace(result, advice=())), "advice": advice}
 
@@ -203,6 +205,7 @@ class ProfileResults(Report, tuple[ProfileResult, ...]):  # noqa: SLOT001 - it h
 
     def format_report(self) -> str:
         """Return one batch in full, or several with a summary line each in one table."""
+        # The notes of the loop hold for its batches, so these are shown without notes.
         if self.loop is None:
             return result_text.several(self)
         return f"{result_text.one(self.loop)}\n\n{result_text.side_by_side(self)}"
@@ -213,6 +216,7 @@ class ProfileResults(Report, tuple[ProfileResult, ...]):  # noqa: SLOT001 - it h
         Raises:
             ValueError: The profiles are of different batches.
         """
+        # Batches are matched by their names, since a later profile may be of them in another order.
         before, now = ({result.batch: result for result in each} for each in (self, after))
         if before.keys() != now.keys() or not now:
             ours, theirs = (listed(list(each)) for each in (before, now))
@@ -227,6 +231,7 @@ class ProfileResults(Report, tuple[ProfileResult, ...]):  # noqa: SLOT001 - it h
         return [bars for result in self for bars in result._bars()]
 
     def to_json(self) -> str:
+        # The key "loop" is always there; a file without "batches" is that of a single result.
         loop = self.loop and plain(self.loop)
         return json.dumps({"loop": loop, "batches": [plain(result) for result in self]}, indent=2)
 
