@@ -183,8 +183,9 @@ def _while_behind(timer: WindowTimer) -> tuple[dict[str, float], dict[str, float
     device_s: dict[str, float] = {}
     if timed_event(timer.pipe.device) is None:
         return blocking_s, device_s
+    alone = _watch(timer, idle=True)
     behind = _watch(timer, idle=False)
-    for name, works in _watch(timer, idle=True).items():
+    for name, works in alone.items():
         # The warm-up allocates and compiles, which would make a task look as if it blocked.
         took_s = [work.wall_s for work in works[timer.warmup :]]
         late = [work for work in behind[name] if work.begins_late]
