@@ -261,7 +261,7 @@ def diff(
 
     A difference within its 95% interval does not count.
     """
-    profiles = [load_file(_profiles, path) for path in (before, after)]
+    profiles = [load_file(ProfileResults.load, path) for path in (before, after)]
     try:
         changes = profiles[0].diff(profiles[1])
     except ValueError as error:
@@ -331,15 +331,6 @@ def demo(
 
 
 # ------------------------------------------------------------------------------ train and profile
-
-
-def _profiles(path: Path) -> ProfileResults:
-    """Return a saved profile, of one batch or of several."""
-    text = path.read_text(encoding="utf-8")
-    data = json.loads(text)
-    if isinstance(data, dict) and "batches" in data:
-        return ProfileResults.from_json(text)
-    return ProfileResults([ProfileResult.from_json(text)])
 
 
 @contextmanager

@@ -231,13 +231,16 @@ class ProfileResults(Report, tuple[ProfileResult, ...]):  # noqa: SLOT001 - it h
         return [bars for result in self for bars in result._bars()]
 
     def to_json(self) -> str:
-        # The key "loop" is always there; a file without "batches" is that of a single result.
         loop = self.loop and plain(self.loop)
         return json.dumps({"loop": loop, "batches": [plain(result) for result in self]}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        file = read_typed(json.loads(text), _ResultsFile, "a file of profile results", _READERS)
+        data = json.loads(text)
+        # A single result is as good as several.
+        if isinstance(data, dict) and "batches" not in data:
+            return cls([ProfileResult.from_dict(data)])
+        file = read_typed(data, _ResultsFile, "a file of profile results", _READERS)
         return cls.of(file.batches, file.loop)
 
 
