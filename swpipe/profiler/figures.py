@@ -29,7 +29,7 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
 from swpipe.core.task import ByTask
 from swpipe.profiler.host import ThreadTimes
-from swpipe.profiler.other_load import OtherLoad
+from swpipe.profiler.other_load import OtherLoad, disturbance
 from swpipe.profiler.spread import Estimate
 
 LIMITING = 0.9
@@ -280,8 +280,7 @@ class Measurement:
     @property
     def disturbance(self) -> str:
         """The clause about other processes, if they used much of the machine; else ""."""
-        load = self.other_load
-        return load.text if load is not None and load.is_busy else ""
+        return disturbance(self.other_load)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

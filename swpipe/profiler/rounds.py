@@ -177,7 +177,7 @@ class Rounds:
                 break
         while len(self.completed) < LEAST_ROUNDS:  # no kind could be measured
             self._measure_round((), tick)
-        self.other_load = None if load is None else load.others()
+        self.other_load = load and load.others()
 
     def _wanted(self, elapsed_s: float) -> list[Kind]:
         """Return the kinds to measure in the next round; empty when measuring is done."""

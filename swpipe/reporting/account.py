@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from swpipe._distributed.shared_cores import cores, ranks_on_machine
 from swpipe.core.messages import counted, listed
@@ -168,8 +168,7 @@ class StepAccount:
     ceiling: Ceiling
 
 
-@dataclass(frozen=True, slots=True)
-class Roles:
+class Roles(NamedTuple):
     """The roles of tasks in an iteration.
 
     Attributes:

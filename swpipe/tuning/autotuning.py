@@ -45,7 +45,7 @@ from swpipe.planning.simulation.simulator import peak_of, simulate
 from swpipe.profiler import measure_costs, measure_memory
 from swpipe.profiler.measure import Pulls, WindowTimer, length_of
 from swpipe.profiler.memory_use import ITERATIONS as MEMORY_ITERATIONS
-from swpipe.profiler.other_load import OtherLoad, load_so_far
+from swpipe.profiler.other_load import OtherLoad, disturbance, load_so_far
 from swpipe.profiler.sampling import MOST, Sample
 from swpipe.profiler.trial import trial_state
 from swpipe.tuning.budget import Budget, Window
@@ -106,9 +106,9 @@ class Tuned:
             f"{counted(self.plan.depth, 'iteration')} in flight, "
             f"{counted(self.plan.threads, 'thread')}: {self.chosen.name}"
         )
-        busy = [load.text] if (load := self.other_load) is not None and load.is_busy else []
         why = (f"  {sentence}" for sentence in self.why)
-        return "\n".join((*busy, head, *why, table(titles, rows)))
+        lines = (disturbance(self.other_load), head, *why, table(titles, rows))
+        return "\n".join(filter(None, lines))
 
     def __str__(self) -> str:
         return self.format()
@@ -396,13 +396,14 @@ def tune(
         budget.expect((2 * _WINDOWS + _ROUNDS * (3 + len(ready_made))) * usual)
         loop = loop.agreed()
         recording = loop.record()
-        if load is not None and (now := load.others()) is not None and now.is_busy:
-            loop.announce(now.text)
+        if clause := disturbance(load and load.others()):
+            loop.announce(clause)
         # The recording has found the state to restore, so later steps need not look for it.
         loop = replace(loop, state=recording.owners)
         loop = replace(loop, memory=loop.measure_memory())
         inferred = loop.inferred_plan(recording)
-        alone = costs = loop.measure(inferred, _MEASURED_BY)
+        alone = loop.measure(inferred, _MEASURED_BY)
+        costs = alone
         planned = [_planned(PLANNED, loop, inferred, recording, costs, limits)]
         if planned[0].plan.depth > 1 and budget.allows(0, _MEASURED_BY):
             # Tasks that run side by side slow each other down, so costs are measured once more
@@ -432,7 +433,7 @@ def tune(
     held = peak_of(chosen.plan, costs, streams=loop.has_streams)
     why = [*explain(candidates, chosen, alone), *beside_the_others(limits, recording.effects)[1]]
     why += [*left_out, *budget.outcome(), *(() if held is None else (held.format(),))]
-    other_load = None if load is None else load.others()
+    other_load = load and load.others()
     # Two plans may have the same reasons, each of which is said once.
     return Tuned(chosen, candidates, tuple(dict.fromkeys(why)), recording, costs, other_load)
 
