@@ -100,6 +100,8 @@ def test_the_page_needs_nothing_else(found: StepReport) -> None:
     assert 'download="plan-1.json"' in markup
     assert "Input-bound" in markup
     assert "Run decode on a thread of its own, one iteration ahead." in markup
+    widths = re.findall(r'class="track"><i style="width:([\d.]+)%">', page)
+    assert [float(width) for width in widths] == pytest.approx([60, 35, 5])
     assert "<script" not in page
     assert len(page) < 2**20
     if find_spec("matplotlib"):
