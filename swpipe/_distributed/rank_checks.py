@@ -106,7 +106,12 @@ def rank_count() -> int:
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks of a group, by rank. It is a collective of the group."""
+    """Return the values of all ranks of a group, by rank. It is a collective of the group.
+
+    A process that is not one of several ranks has one value, its own.
+    """
+    if is_alone():
+        return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered

@@ -10,9 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -44,8 +43,10 @@ from swpipe.tasks.workload import DEFAULT, MOST_COUNT
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Tuned
 
+if TYPE_CHECKING:
+    from swpipe.reporting import StepReport
+
 _TRACED = 12  # steps in a timeline
-_WARM_UP = 3  # steps before a timeline, if no others are run
 _TURN = 100  # steps under one plan before the next plan's turn
 ROUNDS = 4  # visits to each task
 
@@ -189,46 +190,20 @@ def profile(
 def draw_trace(
     context: typer.Context,
     saved: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="TIMELINE.json",
-            help="From `swpipe train --timeline`; without it --workload is recorded.",
-        ),
-    ] = None,
+        Path, typer.Argument(metavar="TIMELINE.json", help="From `swpipe train --timeline`.")
+    ],
     output: Annotated[
-        Path | None, options.file("OUT.png", "PNG, SVG or PDF; default: beside a saved timeline.")
+        Path | None, options.file("OUT.png", "PNG, SVG or PDF; default: beside the timeline.")
     ] = None,
-    workload: options.Workload = "",
-    plan: options.Plan = "",
-    steps: Annotated[int, options.count("How many to record.")] = _TRACED,
-    timeline: Annotated[Path | None, options.file("OUT.json", "Write what was recorded.")] = None,
-    device: options.Device = None,
 ) -> None:
-    """Draw a saved timeline, or record one of a workload."""
-    if (saved is None) == (not workload):
-        raise UserError("trace: name a saved timeline, or a --workload to record; one of them")
-    if saved is not None:
-        if timeline is not None:
-            raise UserError("--timeline: it is for what is recorded; name a --workload")
-        # The default is next to the saved timeline, as its picture.
-        output = output or saved.with_suffix(".png")
-        recorded = load_timeline(saved)
-        what = saved.stem
-    # Files are checked before anything is recorded, which may take long.
-    check_outputs(context, timeline, pictures=[output])
-    if saved is None:
-        with (
-            Opened(context, workload, device, [plan], auto=True) as opened,
-            about_plan(opened.plans[0]),
-        ):
-            recorded = record_job(opened, steps)
-        what = f"{workload}, plan {opened.plans[0]}"
+    """Draw a saved timeline, and print what each thread and stream did."""
+    # Without matplotlib, a picture that was not asked for is left out.
+    if output is None and find_spec("matplotlib"):
+        output = saved.with_suffix(".png")
+    recorded = load_timeline(saved)
+    check_outputs(context, pictures=[output])
     echo(recorded.format_summary())
-    save(
-        context,
-        Output("timeline:", timeline, recorded.save),
-        Output("drawn into", output, partial(draw, recorded, what)),
-    )
+    save(context, Output("drawn into", output, partial(draw, recorded, saved.stem)))
 
 
 @app.command("report", cls=options.Command)
@@ -265,32 +240,13 @@ def report(
     device: options.Device = None,
 ) -> None:
     """Say what bounds a loop, the most to gain, and what to do next."""
-    # These modules are imported here, since the other commands start faster without them.
-    from swpipe.reporting.environment import environment_findings
-    from swpipe.reporting.measuring import report_on
-
     if not workload:
         if plan or as_json:
             raise UserError("--plan and --json: name the workload, too")
-        # Without a workload, the report covers the settings only; no loop runs.
-        found = environment_findings(resolve(device), None, 0)
-        echo("\n".join(map(str, found)) or "no findings: the machine and its settings")
+        echo(format_settings(device))
         return
     check_outputs(context, output)
-    # The serial plan is the same as no plan: the report is then about the plain loop.
-    plain_loop = plan in ("", SERIAL)
-    with (
-        Opened(context, workload, device, [] if plain_loop else [plan]) as opened,
-        about_plan(plan or workload),
-    ):
-        known = {**sparse_dist.PLANS, **opened.workload.plans}
-        page = report_on(
-            opened.loop(opened.measured()),
-            None if plain_loop else opened.plan(),
-            name=workload,
-            ready_made={name: make() for name, make in known.items() if name != SERIAL},
-            rounds=rounds,
-        )
+    page = report_job(context, workload, plan, rounds, device)
     echo(json.dumps(page.to_dict(), indent=2) if as_json else page.format())
     # With ``--json``, nothing else may be printed, so that the output can be parsed.
     save(context, Output("written to", output, page.save), quiet=as_json)
@@ -305,7 +261,7 @@ def diff(
 
     A difference within its 95% interval does not count.
     """
-    profiles = [load_file(_profiles, path) for path in (before, after)]
+    profiles = [load_file(ProfileResults.load, path) for path in (before, after)]
     try:
         changes = profiles[0].diff(profiles[1])
     except ValueError as error:
@@ -377,16 +333,6 @@ def demo(
 # ------------------------------------------------------------------------------ train and profile
 
 
-def _profiles(path: Path) -> ProfileResults:
-    """Return a saved profile, of one batch or of several."""
-    text = path.read_text(encoding="utf-8")
-    data = json.loads(text)
-    # A list, or an object with "batches", has the results of several batches.
-    if isinstance(data, list) or "batches" in data:
-        return ProfileResults.from_json(text)
-    return ProfileResults([ProfileResult.from_json(text)])
-
-
 @contextmanager
 def open_runs(
     opened: Opened, plans: Sequence[tuple[str, PipelinePlan]], steps: int | None
@@ -438,18 +384,6 @@ def format_outcome(tuned: Tuned, run: JobRun) -> str:
         for us in (tuned.chosen.predicted_us, tuned.chosen.interval_us)
     )
     return f"auto: expected {expected}, tried {tried}, got {got_us / 1e3:.3f}"
-
-
-def record_job(opened: Opened, steps: int) -> Trace:
-    """Run a few steps of a job under its plan, and record the steps after them with the loader."""
-    plan = opened.plan()
-    # One iterator serves both runs, so the recorded steps continue where the warm-up ended.
-    batches = opened.pulled(_WARM_UP + steps)
-    with opened.pipeline(plan) as pipe:
-        pipe.run(islice(batches, _WARM_UP))
-        with pipe.trace() as recorded:
-            pipe.run(batches)
-    return recorded
 
 
 def draw(recorded: Trace, what: str, path: Path) -> None:
@@ -509,6 +443,37 @@ def format_memory(opened: Opened, plan: PipelinePlan | None, result: ProfileResu
         allocated, reserved = (in_bytes(count()) for count in most)
         lines.append(f"the device's allocator: at most {allocated} allocated, {reserved} reserved")
     return "\n".join(lines)
+
+
+def report_job(
+    context: typer.Context, workload: str, plan: str, rounds: int | None, device: str | None
+) -> StepReport:
+    """Measure a workload under a named plan, and return the report on it."""
+    # Imported here, since the other commands start faster without it.
+    from swpipe.reporting.measuring import report_on
+
+    # The serial plan is the same as no plan: the report is then about the plain loop.
+    plain_loop = plan in ("", SERIAL)
+    with (
+        Opened(context, workload, device, [] if plain_loop else [plan]) as opened,
+        about_plan(plan or workload),
+    ):
+        known = {**sparse_dist.PLANS, **opened.workload.plans}
+        return report_on(
+            opened.loop(opened.measured()),
+            None if plain_loop else opened.plan(),
+            name=workload,
+            ready_made={name: make() for name, make in known.items() if name != SERIAL},
+            rounds=rounds,
+        )
+
+
+def format_settings(device: str | None) -> str:
+    """Return what in the machine's settings keeps work from overlapping; no loop runs."""
+    from swpipe.reporting.environment import environment_findings
+
+    findings = environment_findings(resolve(device), None, 0)
+    return "\n".join(map(str, findings)) or "no findings: the machine and its settings"
 
 
 def numbered(names: Sequence[str]) -> list[str]:

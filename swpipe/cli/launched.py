@@ -272,8 +272,8 @@ def command_facts(
     facts = {"command": command}
     for name, value in options.items():
         if name not in ("plan", "compare"):
-            some = value if isinstance(value, list | tuple) else [value]
-            files = sum(isinstance(one, Path) for one in some)
+            values = value if isinstance(value, list | tuple) else [value]
+            files = sum(isinstance(each, Path) for each in values)
             facts[flag(name)] = f"{files} files" if files else str(value or "none")
     for number, plan in enumerate(plans, start=1):
         of_plan = {"digest": "yet to be made"} if plan is None else plan_facts(plan)

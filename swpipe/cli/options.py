@@ -72,10 +72,10 @@ class Command(TyperCommand):
                 formatter.write_dl(rows)
 
 
-def _in_words(found: re.Match[str]) -> str:
+def _in_words(limits: re.Match[str]) -> str:
     # Upper limits only guard against overflow if they are huge, so the help leaves them out.
-    least = found[1] or found[2]
-    most = found[3]
+    least = limits[1] or limits[2]
+    most = limits[3]
     return f"{least} or more" if most is None or float(most) >= _FAR else f"{least} to {most}"
 
 

@@ -147,18 +147,13 @@ class Opened:
 
     def take(self, count: int) -> list[Any]:
         """Return the first ``count`` batches; all ranks take the same number."""
-        return list(self.pulled(count))
-
-    def pulled(self, count: int) -> Iterator[Any]:
-        """Yield the first ``count`` batches, pulling each one only when it is asked for."""
-        taken = 0
-        for taken, batch in enumerate(self.job.batches(count), 1):  # noqa: B007 - for the error
-            yield batch
-        if taken < count:
+        batches = [*self.job.batches(count)]
+        if len(batches) < count:
             raise UserError(
-                f"workload {self.workload.name}: it gives {taken} batches, where {count} are "
-                "needed; it may return a loader or a generator in place of a list"
+                f"workload {self.workload.name}: it gives {len(batches)} batches, where {count} "
+                "are needed; it may return a loader or a generator in place of a list"
             )
+        return batches
 
     def measured(self) -> Sample:
         """Return the sample of the job's batches that is measured."""
@@ -196,7 +191,7 @@ class Opened:
         # The progress bar shows the steps, so the lines of the loop's own progress are dropped.
         loop = replace(self.loop(self.measured()), progress=lambda line: None)
         with about_plan(self.workload.name):
-            return tune(loop, limits or Limits(), others, seconds, verbose=True)
+            return tune(loop, limits or Limits(), others, seconds)
 
 
 def find_workload(name: str, rank: Rank | None = None) -> Workload:

@@ -76,7 +76,7 @@ _NO_DEPENDENCES = (
 )
 
 
-def advise(result: Figures, pipe: SWPipeline[Any], loader: Effects | None) -> tuple[Advice, ...]:
+def advise(result: Figures, pipe: SWPipeline[Any], loader: Effects) -> tuple[Advice, ...]:
     """Return the changes that promise most; another plan comes first, as it needs no new code.
 
     There are none if the plan is too large to be simulated.
@@ -85,7 +85,7 @@ def advise(result: Figures, pipe: SWPipeline[Any], loader: Effects | None) -> tu
         result: The profile.
         pipe: The pipeline that was profiled. If iterations ran serially, its plan has the
             dependences.
-        loader: The locations that the loader's calls may touch, if they were measured.
+        loader: The locations that the loader's calls may touch.
     """
     try:
         return tuple(_Advisor(result, pipe, loader).changes())[:MOST]
@@ -108,12 +108,12 @@ class _Advisor:
         PlanError: The plan is too large.
     """
 
-    def __init__(self, result: Figures, pipe: SWPipeline[Any], loader: Effects | None) -> None:
+    def __init__(self, result: Figures, pipe: SWPipeline[Any], loader: Effects) -> None:
         self._result = result
         self._costs = result.costs
         self._cpu_s = sum(task.thread.cpu_s for task in result.tasks.values())
         self._streams = pipe.device.has_streams
-        self._loader = loader or Effects()
+        self._loader = loader
         self.plan = pipe.plan if result.mode == "pipelined" else _in_one_stage(pipe.plan)
         self.now_us, _ = self._predict(self.plan)
         self.declared = declared_effects(pipe.tasks)
@@ -125,9 +125,9 @@ class _Advisor:
         """Yield another plan, then changes of the loader, then the tasks to make faster."""
         result = self._result
         named = set[str]()
-        moved, best = self._best_plan()
-        if best is not None:
-            named = {best.task, *moved}
+        best = self._best_plan()
+        if best is not None and best.plan is not None:
+            named = {best.task, *_moved(self.plan, best.plan)}
             yield best
         for advice in sorted(self._of_loader(), key=lambda advice: -advice.saved_s):
             named.add(advice.task)
@@ -163,18 +163,16 @@ class _Advisor:
         The measured iteration is scaled by the ratio of the simulated iterations.
         """
         then_s = self._result.baseline_s * then_us / self.now_us if self.now_us else 0.0
-        pace = self._result.loader
-        if pace is None:
-            return then_s
+        pace = self._result.pace
         # No plan is faster than a loader that works ahead, and the start of a pass is never hidden.
         return max(then_s, (pace.rate_s if pace.works_ahead else 0.0) + pace.start_s)
 
     def _of_loader(self) -> Iterator[Advice]:
         """Yield changes of a loader that is too slow, or whose passes begin slowly."""
         result = self._result
-        pace = self._result.loader
-        waits = self._result.exposed(PULL)
-        if pace is None or waits is None:
+        pace = result.pace
+        waits = result.exposed(PULL)
+        if waits is None:
             return
         least_s = LEAST * result.baseline_s
         if result.limited_by_loader and (saved_s := waits.value_s - pace.start_s) > least_s:
@@ -197,12 +195,11 @@ class _Advisor:
 
     # ------------------------------------------------------------------------------ other plans
 
-    def _best_plan(self) -> tuple[Sequence[str], Advice | None]:
-        """Return the moved tasks and the advice of the best plan; no advice if none saves time."""
+    def _best_plan(self) -> Advice | None:
+        """Return the advice of the best plan; None if no plan saves time."""
         result = self._result
         plan = self.plan
         best = None
-        best_moved = list[str]()
         least_s = LEAST * result.baseline_s
         for other in self._others() if self.now_us else ():
             moved = _moved(plan, other)
@@ -220,7 +217,6 @@ class _Advisor:
                         words += ", if it uses nothing that the loop changes"
                     task = max(moved, key=lambda name: result.exposed_s.get(name, 0.0), default="")
                     best = Advice(words, task, promise, limit=limit, plan=replace(other, tasks=()))
-                    best_moved = moved
             elif promise.value_s > least_s:
                 self._stays(f"it might save {promise.exact} ms, and may save nothing")
             else:
@@ -231,7 +227,7 @@ class _Advisor:
         elif not plan.cross_iter_deps:
             self._stays(_NO_DEPENDENCES)
         self.why_not |= self._with_the_body()
-        return best_moved, best
+        return best
 
     def _stays(self, why: str) -> None:
         self.why_not |= dict.fromkeys(self.plan.schedule, why)
@@ -273,7 +269,6 @@ class _Advisor:
             yield replace(plan, pull_group=group, pipeline_depth=depth)
         if not plan.cross_iter_deps:
             return
-        about: Any = {"streams": self._streams, "effects": self.effects, "effort": EFFORT}
         threads = max(2, min(4, cores()), plan.threads)
         may_have = {name: task.most_workers for name, task in self._result.tasks.items()}
         stay: Sequence[str] = ()
@@ -281,7 +276,14 @@ class _Advisor:
         for workers in sorted({1, *may_have.values()}):
             limits = Limits(threads=threads, workers=workers, frozen=stay)
             try:
-                best = auto_plan(plan, self._costs, limits=limits, **about).plan
+                best = auto_plan(
+                    plan,
+                    self._costs,
+                    limits=limits,
+                    streams=self._streams,
+                    effects=self.effects,
+                    effort=EFFORT,
+                ).plan
             except PlanError as error:
                 self._stays(error.problems[0].text)
                 return

@@ -19,8 +19,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,8 +106,10 @@ def contention(
     count = len(batches)
     timer = WindowTimer(pipe, batches, None, 1, count, pipelined=True)
     # Two runs: the contender would change what the samples show, and the tasks' times.
-    with _Looks() as looks:
+    before = _switches()
+    with _waits_in_futex() as seen:
         beside = timer.passage(count).tasks
+    switches = _switches() - before
     with GilContender() as contender:
         begin_s = time.perf_counter()
         timer.window()
@@ -121,47 +123,39 @@ def contention(
     return Contention(
         longer_s,
         (beside_s, alone_s),
-        looks.switches / count,
-        looks.in_futex,
+        switches / count,
+        seen[True] / seen.total() if seen else None,
         # Whatever the contender did not get, other threads held.
         1 - min(1.0, contender.held_s / took_s) if took_s else 0.0,
     )
 
 
-class _Looks:
-    """A sampler that records every millisecond where the threads of this process wait."""
+@contextmanager
+def _waits_in_futex() -> Iterator[Counter[bool]]:
+    """Count, every millisecond of the block, the waiting threads that are in futex, or are not."""
+    seen: Counter[bool] = Counter()
+    ended = threading.Event()
+    thread = threading.Thread(target=_look, args=(seen, ended), name="swpipe-looks", daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        thread.join()
 
-    def __enter__(self) -> _Looks:
-        self._seen: Counter[bool] = Counter()
-        self._before = _switches()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="swpipe-looks", daemon=True)
-        self._thread.start()
-        return self
 
-    def __exit__(self, *failure: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        self.switches = _switches() - self._before
-
-    @property
-    def in_futex(self) -> float | None:
-        """The fraction of samples that found a thread in futex; None if there were none."""
-        count = self._seen.total()
-        return self._seen[True] / count if count else None
-
-    def _look(self) -> None:
-        own = str(threading.get_native_id())
-        while not self._ended.wait(_EVERY_S):
-            # The directory changes while it is read, since threads start and end at any time.
-            for path in _TASKS.glob("*/syscall") if _FUTEX else ():
-                # The file begins with the number of the system call, or with "running".
-                with suppress(OSError):  # the thread has ended, or the system does not report it
-                    number = path.read_text().partition(" ")[0]
-                    if number.isdecimal() and path.parent.name != own:
-                        # Only waiting threads have a number here; the sampler itself always waits,
-                        # so it is left out.
-                        self._seen[number == _FUTEX] += 1
+def _look(seen: Counter[bool], ended: threading.Event) -> None:
+    own = str(threading.get_native_id())
+    while not ended.wait(_EVERY_S):
+        # The directory changes while it is read, since threads start and end at any time.
+        for path in _TASKS.glob("*/syscall") if _FUTEX else ():
+            # The file begins with the number of the system call, or with "running".
+            with suppress(OSError):  # the thread has ended, or the system does not report it
+                number = path.read_text().partition(" ")[0]
+                # Only waiting threads have a number here; the sampler itself always waits, so it is
+                # left out.
+                if number.isdecimal() and path.parent.name != own:
+                    seen[number == _FUTEX] += 1
 
 
 def _switches() -> int:

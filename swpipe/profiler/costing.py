@@ -32,23 +32,26 @@ neither can be determined, and device times are those of ``WindowTimer.passage``
 from __future__ import annotations
 
 import math
+import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from swpipe._engine.observers import Observer
 from swpipe._engine.waiting import Host
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import PULL
-from swpipe.core.task import TaskRef, name_of
+from swpipe.core.task import TaskRef
 from swpipe.device import Device
-from swpipe.pipeline import SWPipeline, borrowed, check_idle
+from swpipe.pipeline import SWPipeline, check_idle
 from swpipe.profiler.figures import TaskFigures
 from swpipe.profiler.host import HostObserver
 from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.rounds import Counts
-from swpipe.profiler.thread_costs import GilContender, GilTimes, measure_handover_s
-from swpipe.profiler.trial import trial_state
+from swpipe.profiler.thread_costs import GilContender, measure_handover_s
+from swpipe.profiler.trial import trial
 from swpipe.program import Instruction
 from swpipe.trace.recorder import timed_event
 
@@ -105,12 +108,10 @@ def measure_costs(
     # This only validates the numbers.
     Counts(num_warmup, num_measure)
     check_idle(pipe, "measuring costs")
-    saved = trial_state(pipe, batches[0], state)
     timer = WindowTimer(pipe, batches, None, num_warmup, num_measure, pipelined, pulls)
-    with saved.trial(), borrowed(pipe):
+    with trial(pipe, batches[0], state):
         timer.window()  # not used: the first iterations allocate and compile
-        if pulls is not None:
-            pulls.measure()
+        pulls.measure()
         costs = _costs(timer, lock=lock and not pipelined)
     return CostModel(costs, handover_us=_US * measure_handover_s(Host()))
 
@@ -123,10 +124,10 @@ def with_resources(costs: CostModel, resources: Mapping[TaskRef, str | Iterable[
     """
     tasks = dict(costs.tasks)
     for task, used in resources.items():
-        cost = costs.of([name_of(task)])[name_of(task)]
+        ((name, cost),) = costs.of([task]).items()
         added = (used,) if isinstance(used, str) else tuple(used)
         both = tuple(dict.fromkeys((*cost.resources, *added)))
-        tasks[name_of(task)] = replace(cost, resources=both)
+        tasks[name] = replace(cost, resources=both)
     return replace(costs, tasks=tasks)
 
 
@@ -156,12 +157,16 @@ def _costs(timer: WindowTimer, *, lock: bool) -> dict[str, TaskCost]:
 
 def _gil_s(timer: WindowTimer) -> dict[str, float]:
     with GilContender() as contender:
-        times = GilTimes(contender)
-        with timer.pipe.observe(times):
+        # The CPU time of a run is the contender's: whenever it has none, the task holds the lock.
+        observer = HostObserver(timer.pipe.tasks, contender.times)
+        with timer.pipe.observe(observer):
             timer.window()
     # The minimum: whatever takes time from the contender makes a run look too long, never too
     # short.
-    return {name: min(runs) for name, runs in times.runs.items()}
+    return {
+        name: max(0.0, min(run.wall_s - run.cpu_s for run in runs))
+        for name, runs in observer.runs.items()
+    }
 
 
 # ------------------------------------------------------------------------- a device that is behind
@@ -180,39 +185,37 @@ def _while_behind(timer: WindowTimer) -> tuple[dict[str, float], dict[str, float
         return blocking_s, device_s
     alone = _watch(timer, idle=True)
     behind = _watch(timer, idle=False)
-    for name, runs in alone.runs.items():
+    for name, works in alone.items():
         # The warm-up allocates and compiles, which would make a task look as if it blocked.
-        took_s = [run.wall_s for run in runs[timer.warmup :]]
-        late = [
-            (run.wall_s, work)
-            for run, work in zip(behind.runs[name], behind.work[name], strict=True)
-            if work.begins_late
-        ]
+        took_s = [work.wall_s for work in works[timer.warmup :]]
+        late = [work for work in behind[name] if work.begins_late]
         least_s = median(took_s) + _LEAST_S
         # A task blocks only if in every late run it took longer and left no work behind.
-        if late and all(wall_s > least_s and not work.is_left for wall_s, work in late):
+        if late and all(work.wall_s > least_s and not work.is_left for work in late):
             blocking_s[name] = fmean(took_s)
-        if exact_s := [work.device_s for _, work in late if work.is_all_late]:
-            device_s[name] = fmean(exact_s)
+        exact = [work for work in late if work.is_all_late]
+        if exact:
+            device_s[name] = fmean(work.before.elapsed_time(work.after) for work in exact) / 1e3
     return blocking_s, device_s
 
 
-def _watch(timer: WindowTimer, *, idle: bool) -> _DeviceWatch:
-    """Watch serial iterations in immediate succession."""
+def _watch(timer: WindowTimer, *, idle: bool) -> dict[str, list[_DeviceWork]]:
+    """Watch serial iterations in immediate succession, and return the works of each task."""
     pipe = timer.pipe
-    watch = _DeviceWatch((task.name for task in pipe.tasks), pipe.device, idle=idle)
+    watch = _DeviceWatch(pipe.device, idle=idle)
     first = pipe.next_iteration
     with pipe.observe(watch):
         for number in range(first, first + timer.warmup + timer.measure):
             pipe.run_one_serial_iter(timer.batches[number % timer.cycle], number)
     pipe.device.synchronize()
-    return watch
+    return watch.works
 
 
 class _DeviceWork(NamedTuple):
     """A task's work on its stream: the events around it, and the progress of the stream.
 
     Attributes:
+        wall_s: How long the task occupied its thread.
         before: The event before the work.
         after: The event after the work.
         begins_late: Whether the stream had not reached the work when the task began.
@@ -220,43 +223,37 @@ class _DeviceWork(NamedTuple):
         is_left: Whether some of the work was left when the task returned.
     """
 
+    wall_s: float
     before: Any
     after: Any
     begins_late: bool
     is_all_late: bool
     is_left: bool
 
-    @property
-    def device_s(self) -> float:
-        """The seconds from one event to the other."""
-        return float(self.before.elapsed_time(self.after)) / 1e3
 
-
-class _DeviceWatch(HostObserver):
+class _DeviceWatch(Observer):
     """An observer of serial iterations; if ``idle``, the device is idle before each task."""
 
-    def __init__(self, tasks: Iterable[str], device: Device, *, idle: bool) -> None:
-        super().__init__(tasks)
-        self.work: dict[str, list[_DeviceWork]] = {name: [] for name in self.runs}
+    def __init__(self, device: Device, *, idle: bool) -> None:
+        self.works: dict[str, list[_DeviceWork]] = defaultdict(list)
         self._device = device
         self._idle = idle
-        self._before: tuple[Any, bool] | None = None
+        self._begin: tuple[Any, bool, float] = (None, False, 0.0)
 
     def start(self, ins: Instruction, iteration: int) -> None:
         # Synchronizing before the clock starts keeps the wait out of the task's time.
         if self._idle:
             self._device.synchronize()
-        self._before = self._mark()
-        super().start(ins, iteration)
+        self._begin = (*self._mark(), time.perf_counter())
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
         # The clock stops first, so that the queries below are not part of the task's time.
-        super().stop(ins, iteration, exists)
-        if ins.task in self.work and self._before is not None:
-            before, late = self._before
-            is_all_late = not before.query()
-            after, left = self._mark()
-            self.work[ins.task].append(_DeviceWork(before, after, late, is_all_late, left))
+        now_s = time.perf_counter()
+        before, late, begin_s = self._begin
+        is_all_late = not before.query()
+        after, left = self._mark()
+        work = _DeviceWork(now_s - begin_s, before, after, late, is_all_late, left)
+        self.works[ins.task].append(work)
 
     def _mark(self) -> tuple[Any, bool]:
         """Return a new event on the stream, and whether there is work before it."""

@@ -18,20 +18,22 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from statistics import fmean
-from typing import NamedTuple, TypeAlias
 
 from swpipe.core.plan import PULL
-from swpipe.profiler.host import TimedIteration, times_of
+from swpipe.profiler.host import ThreadTimes, TimedIteration, times_of
 from swpipe.profiler.measure import Passage
-from swpipe.profiler.spread import Estimate, mean_of, mean_of_loop, time_saved, with_replay
-
-Kind: TypeAlias = str
-"""The task that is shortcut in a visit; ``PULL`` if the loader is not called."""
-
-BASE: Kind = ""
-"""The kind of a visit in which no task is shortcut."""
+from swpipe.profiler.rounds import Rounds, Visit
+from swpipe.profiler.spread import (
+    BASE,
+    Estimate,
+    Kind,
+    differences_in,
+    mean_of,
+    mean_of_loop,
+    time_saved,
+    with_replay,
+)
 
 _SURE = 2.0
 _LEAST_S = 20e-6
@@ -39,12 +41,8 @@ _LEAST_S = 20e-6
 interval, and at least this many seconds.
 """
 
-
-class Visit(NamedTuple):
-    """The timed iterations of a visit."""
-
-    kind: Kind
-    iterations: Sequence[TimedIteration]
+_NOTHING = ThreadTimes(0.0)
+"""The times of what does not run: a loader that is not called."""
 
 
 class Exposures:
@@ -56,80 +54,75 @@ class Exposures:
         replays_s: Kind to the time of its replay: on its own thread, and in the backward of other
             tasks.
         in_others_s: Kind to the tasks that take less while it is shortcut, and how much less.
+        device_s: Task to the time of its work on its stream, in each iteration; empty without
+            streams.
 
     Args:
-        rounds: The visits of each round; two rounds or more.
-        in_backward_s: Kind that was visited to the time of its replay in the backward of others.
-        adds_up: Whether an iteration is the sum of the times of its tasks and of the gaps between
-            them.
-        counts_pulls: Whether the loader's call is one of these times. It is not if the loader works
-            ahead.
-        cycle: The number of iterations after which the batches repeat.
-        place: The place of the batch in a cycle; None for all batches.
+        rounds: Two rounds or more.
+        place: The place of the batch in a cycle of batches; None for all batches.
         passage: Iterations over the loop before the rounds, if there were any.
+        on_streams: The iterations in which work on streams was timed, if there were any.
     """
 
     def __init__(
         self,
-        rounds: Sequence[Sequence[Visit]],
-        in_backward_s: Mapping[Kind, float],
-        *,
-        adds_up: bool,
-        counts_pulls: bool,
-        cycle: int,
-        place: int | None = None,
-        passage: Passage | None = None,
+        rounds: Rounds,
+        place: int | None,
+        passage: Passage | None,
+        on_streams: Passage | None,
     ) -> None:
-        self._in_backward_s = in_backward_s
-        self._adds_up = adds_up
-        self._counts_pulls = counts_pulls
-        base: list[list[TimedIteration]] = []
-        self._saved_s: dict[Kind, list[float]] = {kind: [] for kind in in_backward_s}
-        replays_s: dict[Kind, list[float]] = {kind: [] for kind in in_backward_s}
-        less: dict[Kind, dict[str, list[float]]] = {k: defaultdict(list) for k in in_backward_s}
+        timer = rounds.timer
+        # Serially an iteration is the sum of the times of its tasks and of the gaps between them.
+        self._adds_up = not (timer.pipelined or timer.pipe.device.has_streams)
+        # The calls of a loader that works ahead say nothing about the time that a batch takes.
+        self._counts_pulls = not timer.pulls.works_ahead
+        visited = [
+            [
+                Visit(kind, [i for i in every if place in (None, i.number % timer.cycle)])
+                for kind, every in visits
+            ]
+            for visits in rounds.completed
+        ]
+        base = [iterations for visits in visited for kind, iterations in visits if kind == BASE]
+        steps_s = [each.step_s for iterations in base for each in iterations]
+        own = Passage(steps_s, times_of(base), timer.cycle if place is None else 1)
+        self.loop = passage or own
+        self.device_s = {} if on_streams is None else on_streams.of_batch(place)
+        # A kind that failed in a later round has been left out of ``rounds.saved_s``.
+        kinds = rounds.saved_s.keys()
+        self._saved_s: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+        replays_s: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+        less_s: dict[Kind, dict[str, list[float]]] = {kind: defaultdict(list) for kind in kinds}
         # Each round yields one difference per kind and task: visits are compared within their
         # round.
-        for each in rounds:
-            rests: list[tuple[Kind, list[float]]] = []
-            means: dict[Kind, list[dict[str, float]]] = defaultdict(list)
-            for kind, every in each:
-                iterations = [i for i in every if place in (None, i.number % cycle)]
-                if kind == BASE:
-                    base.append(iterations)
-                hosts_s = [
-                    {n: run.wall_s for n, run in i.runs.items() if counts_pulls or n != PULL}
-                    for i in iterations
-                ]
-                # The rest is the gaps between tasks if times add up, and the whole iteration
-                # otherwise.
-                both = zip(iterations, hosts_s, strict=True)
-                rests.append((kind, [i.step_s - sum(of.values()) * adds_up for i, of in both]))
-                means[kind].append({n: fmean(of.get(n, 0.0) for of in hosts_s) for n in hosts_s[0]})
-            for kind, saved_s in differences_in(rests).items():
-                if kind not in self._saved_s:  # it failed in a later round
-                    continue
-                self._saved_s[kind].append(saved_s)
-                (beside_s,) = means[kind]
-                replays_s[kind].append(beside_s.get(kind, 0.0))
-                # A positive difference means that the task takes less while the kind is shortcut.
-                for name in means[BASE][0]:
-                    before_s = fmean(mean_s[name] for mean_s in means[BASE])
-                    less[kind][name].append(before_s - beside_s.get(name, 0.0))
-        steps_s = [each.step_s for iterations in base for each in iterations]
-        own = Passage(steps_s, times_of(base), cycle if place is None else 1)
-        self.loop = passage or own
-        self.replays_s = {kind: s + fmean(replays_s[kind]) for kind, s in in_backward_s.items()}
-        self.in_others_s: dict[Kind, dict[str, float]] = {}
-        for kind in in_backward_s:
-            changes = {name: mean_of(of) for name, of in less[kind].items()}
-            # Differences within the noise would add up over many tasks, so only significant ones
-            # count.
-            self.in_others_s[kind] = {
-                name: change.value_s
-                for name, change in changes.items()
-                if name not in (kind, PULL)
-                and change.value_s > max(_SURE * change.spread_s, _LEAST_S)
+        for visits in visited:
+            rests = [(kind, [*map(self._rest_s, iterations)]) for kind, iterations in visits]
+            saved_s = differences_in(rests)
+            times = {
+                kind: times_of([of for each, of in visits if each == kind])
+                for kind in (BASE, *saved_s)
             }
+            for kind in saved_s.keys() & kinds:
+                beside = times[kind]
+                self._saved_s[kind].append(saved_s[kind])
+                replays_s[kind].append(beside.get(kind, _NOTHING).host_s)
+                # A positive difference means that the task takes less while the kind is shortcut.
+                for name, thread in times[BASE].items():
+                    less_s[kind][name].append(thread.host_s - beside.get(name, _NOTHING).host_s)
+        self._in_backward_s = {kind: fmean(rounds.in_backward_s[kind]) for kind in kinds}
+        self.replays_s = {
+            kind: fmean(replays_s[kind]) + self._in_backward_s[kind] for kind in kinds
+        }
+        self.in_others_s = {kind: _in_others(kind, less_s[kind]) for kind in kinds}
+
+    def _rest_s(self, iteration: TimedIteration) -> float:
+        """Return the time of the gaps between tasks, or of the iteration if times do not add up."""
+        tasks_s = sum(
+            run.wall_s
+            for name, run in iteration.runs.items()
+            if self._adds_up and (self._counts_pulls or name != PULL)
+        )
+        return iteration.step_s - tasks_s
 
     @property
     def step(self) -> Estimate:
@@ -156,18 +149,12 @@ class Exposures:
         return estimates
 
 
-def differences_in(round_: Sequence[tuple[Kind, Sequence[float]]]) -> dict[Kind, float]:
-    """Return for each kind how much shorter its iterations were than those without a shortcut.
-
-    The latter are taken from the line between the two visits without a shortcut around the kind.
-    """
-    bases = [index for index, (kind, _) in enumerate(round_) if kind == BASE]
-    saved_s: dict[Kind, float] = {}
-    for before, after in pairwise(bases):
-        first_s, last_s = (fmean(round_[place][1]) for place in (before, after))
-        for place in range(before + 1, after):
-            kind, seconds = round_[place]
-            # The linear interpolation cancels a drift of the machine between the two visits.
-            share = (place - before) / (after - before)
-            saved_s[kind] = first_s * (1 - share) + last_s * share - fmean(seconds)
-    return saved_s
+def _in_others(kind: Kind, less_s: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the other tasks that certainly take less while a kind is shortcut, and how much."""
+    changes = {name: mean_of(of) for name, of in less_s.items() if name not in (kind, PULL)}
+    # Differences within the noise would add up over many tasks, so they do not count.
+    return {
+        name: change.value_s
+        for name, change in changes.items()
+        if change.value_s > max(_SURE * change.spread_s, _LEAST_S)
+    }

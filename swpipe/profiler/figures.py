@@ -17,7 +17,6 @@ Tables of each iteration are parallel to ``iteration.each_s``. All times are sec
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +29,7 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
 from swpipe.core.task import ByTask
 from swpipe.profiler.host import ThreadTimes
-from swpipe.profiler.other_load import OtherLoad
+from swpipe.profiler.other_load import OtherLoad, disturbance
 from swpipe.profiler.spread import Estimate
 
 LIMITING = 0.9
@@ -39,6 +38,8 @@ LIMITING = 0.9
 MOST_WORKERS = 8
 """The maximum number of threads of one task."""
 
+# A task that blocks the host waits for at least this long, and for this part of its time: every
+# thread is preempted now and then.
 MIN_BLOCKED_S = 1e-4
 MIN_BLOCKED_SHARE = 0.25
 
@@ -77,10 +78,10 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the advice as plain data; a plan with stream objects is left out."""
-        # ``asdict`` would copy a plan field by field, but plans have a JSON format of their own.
+        # ``asdict`` would copy a plan field by field, but plans have a format of their own.
         data = asdict(replace(self, plan=None))
         with suppress(TypeError):  # stream objects cannot be saved
-            data["plan"] = self.plan and json.loads(self.plan.to_json())
+            data["plan"] = self.plan and self.plan.to_dict()
         return data
 
 
@@ -165,6 +166,7 @@ class TaskFigures:
         """Return the mean cost, with the table of all iterations if each of them was timed."""
         return TaskCost(
             1e6 * self.thread.host_s,
+            # The model has no unknown device time: a task without work on streams takes none there.
             device_us=1e6 * (self.device_s or 0.0),
             host_each_us=table_us(self.thread.each_s, iterations),
             device_each_us=table_us(self.device_each_s, iterations),
@@ -184,6 +186,7 @@ class LoopTimes:
     tasks: Mapping[str, TaskFigures]
 
     def __post_init__(self) -> None:
+        # A frozen dataclass allows this assignment only through ``object``.
         object.__setattr__(self, "tasks", ByTask(self.tasks))
 
     @property
@@ -204,6 +207,7 @@ class LoopTimes:
     @property
     def on_streams(self) -> bool:
         """Whether the times of work on streams are known."""
+        # On a device with streams, some task may still have no work on any of them.
         return any(task.device_each_s for task in self.tasks.values())
 
     @property
@@ -219,6 +223,7 @@ class LoopTimes:
     @property
     def exposures(self) -> Mapping[str, Estimate]:
         """Task to its exposed time, limited to the range from 0 to ``baseline_s``."""
+        # Noise may put a measured time outside of this range, where it would mean nothing.
         return {
             name: replace(raw, value_s=min(max(0.0, raw.value_s), self.baseline_s))
             for name, task in self.tasks.items()
@@ -275,8 +280,7 @@ class Measurement:
     @property
     def disturbance(self) -> str:
         """The clause about other processes, if they used much of the machine; else ""."""
-        load = self.other_load
-        return load.text if load is not None and load.is_busy else ""
+        return disturbance(self.other_load)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -308,6 +312,7 @@ class Figures(LoopTimes):
         The rest is time that other tasks save without it (``in_others_s``), or work that runs
         faster.
         """
+        # Work on a stream begins while the task is on its thread, so the sum is an upper limit.
         return {
             name: min(exposed_s, task.thread.host_s + (task.device_s or 0.0))
             for name, exposed_s in self.exposed_s.items()
@@ -315,11 +320,16 @@ class Figures(LoopTimes):
         }
 
     @property
+    def pace(self) -> LoaderPace:
+        """The pace of the loader; without a loader, batches take no time."""
+        return self.loader or LoaderPace(0.0, 0.0, works_ahead=False)
+
+    @property
     def limited_by_loader(self) -> bool:
         """Whether the loader works ahead, and is slower than the rest of an iteration."""
-        pace = self.loader
+        pace = self.pace
         saved = self.exposed(PULL)
-        if pace is None or saved is None or not (pace.works_ahead and saved.is_clear):
+        if saved is None or not (pace.works_ahead and saved.is_clear):
             return False
         # The loader sets the pace if making a batch takes nearly the whole step, without the start
         # of a pass, and no less than the step takes if batches cost nothing.
@@ -349,11 +359,13 @@ def table_us(each_s: Sequence[float], count: int) -> tuple[float, ...]:
     return tuple(1e6 * s for s in each_s) if len(each_s) == count > 1 else ()
 
 
-def busy_s(plan: PipelinePlan, host_s: Mapping[str, float]) -> dict[str, float]:
+def busy_s(plan: PipelinePlan, tasks: Mapping[str, ThreadTimes]) -> dict[str, float]:
     """Return for each thread group how many seconds per iteration each of its threads is busy."""
     busy: dict[str, float] = defaultdict(float)
-    if PULL in host_s:
-        busy[plan.pull_group or DEFAULT_GROUP] += host_s[PULL]
+    # Without a group of its own, the caller's thread pulls the batches.
+    if PULL in tasks:
+        busy[plan.pull_group or DEFAULT_GROUP] += tasks[PULL].host_s
     for name, schedule in plan.schedule.items():
-        busy[schedule.thread_group] += host_s[name] / schedule.workers
+        # Workers take turns, so each of them is busy for its share of an iteration.
+        busy[schedule.thread_group] += tasks[name].host_s / schedule.workers
     return dict(busy)

@@ -10,7 +10,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import sub
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 from swpipe._engine.observers import Observer
 from swpipe.core.plan import PULL
+from swpipe.core.task import TaskRef, names_of
 from swpipe.profiler.spread import Estimate
 from swpipe.program import Instruction
 
@@ -40,47 +42,38 @@ def thread_times() -> tuple[float, float, float]:
 def core_wait_s() -> float:
     """Return how many seconds this thread has waited for a core; 0 if the kernel does not count."""
     # ``/proc/thread-self`` is resolved when the file is opened, so each thread keeps its own file.
-    file: _SchedStat | None = getattr(_FILES, "file", None)
-    if file is None or file.pid != os.getpid():  # after a fork, the file is the parent's
-        file = _FILES.file = _SchedStat()
-    return file.read_s()
-
-
-class _SchedStat:
-    """The kernel's counters of the thread that opened them: time on a core, time waiting, turns."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self._fd = -1
+    # After a fork, the file is the parent's.
+    if getattr(_FILE, "pid", -1) != os.getpid():
+        _FILE.pid = os.getpid()
+        _FILE.number = -1
         with suppress(OSError):  # not Linux, or a kernel that does not count
-            self._fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-
-    def read_s(self) -> float:
-        if self._fd < 0:
-            return 0.0
-        # The second number is the waiting time in nanoseconds.
-        return int(os.pread(self._fd, 64, 0).split()[1]) / 1e9
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+            _FILE.number = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+            weakref.finalize(threading.current_thread(), os.close, _FILE.number)
+    # Time on a core, time waiting for one, turns: the second is in nanoseconds.
+    return int(os.pread(_FILE.number, 64, 0).split()[1]) / 1e9 if _FILE.number >= 0 else 0.0
 
 
-_FILES = threading.local()
+_FILE = threading.local()
 
 
 class HostObserver(Observer):
-    """An observer of ``tasks``. Each has its own list, to which one thread at a time writes."""
+    """An observer of ``tasks``. Each has its own list, to which one thread at a time writes.
 
-    def __init__(self, tasks: Iterable[str]) -> None:
-        self.runs: dict[str, list[HostRun]] = {name: [] for name in tasks}
+    ``clock`` returns the wall time and the CPU time; by default those of the task's own thread.
+    """
+
+    def __init__(
+        self, tasks: Iterable[TaskRef], clock: Callable[[], tuple[float, ...]] = thread_times
+    ) -> None:
+        self.runs: dict[str, list[HostRun]] = {name: [] for name in names_of(tasks)}
+        self._clock = clock
         self._local = threading.local()
 
     def start(self, ins: Instruction, iteration: int) -> None:
-        self._local.begin = thread_times()
+        self._local.begin = self._clock()
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
-        now = thread_times()
+        now = self._clock()
         runs = self.runs.get(ins.task)
         # ``begin`` is missing if observation began while the task ran.
         begin = self._local.__dict__.pop("begin", None)

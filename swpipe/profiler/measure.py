@@ -19,9 +19,9 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from operator import sub
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from swpipe._distributed.rank_checks import gather, is_alone
+from swpipe._distributed.rank_checks import gather
 from swpipe.core.effects import UNKNOWN, Effects
 from swpipe.core.loaders import is_apart, unprepared
 from swpipe.pipeline import SWPipeline
@@ -84,6 +84,8 @@ class Pulls:
         burst of calls     |..|..|..|....60|....60|....60|   the batches that were ready; the rate
         before each visit  |..|..|..|....60|                 taken away until a call waits
 
+    Without a loader no calls are made, and batches cost nothing.
+
     Attributes:
         effects: The locations that the loader's calls may touch.
         runs: The calls by iterations so far.
@@ -94,9 +96,9 @@ class Pulls:
         length: The number of batches of a pass; 0 if unknown.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader = loader
-        self.effects = Effects() if is_apart(loader) else UNKNOWN
+    def __init__(self, loader: Iterable[Any] | None = None) -> None:
+        self._loader: Any = loader
+        self.effects = UNKNOWN if self.has_loader and not is_apart(loader) else Effects()
         self.runs: list[HostRun] = []
         self.rate_s = 0.0
         inner = unprepared(loader)
@@ -110,14 +112,14 @@ class Pulls:
         self._taken = 0  # batches taken in this pass
         self.length = length_of(loader)
         self._starts_s: list[float] = []
-        self._on = True
+        self._on = self.has_loader
         self.drains = False
         self._usual_s = 0.0
 
     @classmethod
-    def of(cls, loader: Iterable[Any] | Pulls | None) -> Pulls | None:
+    def of(cls, loader: Iterable[Any] | Pulls | None) -> Pulls:
         """Return the calls of a loader. A ``Pulls`` is returned as it is, with its measurements."""
-        return loader if loader is None or isinstance(loader, Pulls) else cls(loader)
+        return loader if isinstance(loader, Pulls) else cls(loader)
 
     def __call__(self) -> None:
         """Pull a batch and drop it, unless calls are switched off.
@@ -133,6 +135,11 @@ class Pulls:
         """Yield the loader's batches, pass after pass."""
         while True:
             yield self._timed()[0]
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether there is a loader."""
+        return self._loader is not None
 
     @property
     def works_ahead(self) -> bool:
@@ -154,8 +161,10 @@ class Pulls:
         return longer_s / self.length if longer_s > _LONGER * self._usual_s else 0.0
 
     @property
-    def pace(self) -> LoaderPace:
-        """The measured rate and start of the loader, for a result."""
+    def pace(self) -> LoaderPace | None:
+        """The measured rate and start of the loader, for a result; None without a loader."""
+        if not self.has_loader:
+            return None
         return LoaderPace(
             self.rate_s, self.start_s, self.works_ahead, self.workers, self.starts_workers
         )
@@ -165,17 +174,15 @@ class Pulls:
 
         The calls made for it are removed from ``runs``.
         """
-        if not self.rate_s:
+        if self.has_loader and not self.rate_s:
             self._measure_start()
             times_s: list[float] = []  # without first calls of passes
             all_s: list[float] = []
-            calls = 0
             # The number of calls doubles until the pace is steady: the first calls are served from
             # batches that were ready. All ranks stop together, since ``agreed`` is a collective.
             begin_s = time.perf_counter()
-            while not self.agreed(_is_enough(calls, times_s, time.perf_counter() - begin_s)):
-                for _ in range(max(calls, _LEAST_CALLS)):
-                    calls += 1
+            while not self.agreed(_is_enough(len(all_s), times_s, time.perf_counter() - begin_s)):
+                for _ in range(max(len(all_s), _LEAST_CALLS)):
                     all_s.append(self._timed()[1].wall_s)
                     if self._taken > 1:
                         times_s.append(all_s[-1])
@@ -266,7 +273,7 @@ class Pulls:
     @staticmethod
     def agreed(own: bool) -> bool:
         """Return whether ``own`` is true on all ranks, which take the same number of batches."""
-        return own if is_alone() else all(gather(own))
+        return all(gather(own))
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -326,7 +333,7 @@ class WindowTimer:
             shortcut task is cached.
         measure: Iterations that are timed, at least.
         pipelined: Whether iterations run under the plan, instead of serially.
-        pulls: Called where an iteration gets its batch; None if no loader is measured.
+        pulls: Called where an iteration gets its batch.
     """
 
     pipe: SWPipeline[Any]
@@ -335,7 +342,7 @@ class WindowTimer:
     warmup: int
     measure: int
     pipelined: bool
-    pulls: Pulls | None = None
+    pulls: Pulls = field(default_factory=Pulls)
 
     @property
     def cycle(self) -> int:
@@ -382,7 +389,7 @@ class WindowTimer:
         ``cycle`` is the number of iterations after which the loop repeats; 0 for the number of
         batches.
         """
-        observer = HostObserver(task.name for task in self.pipe.tasks)
+        observer = HostObserver(self.pipe.tasks)
         run = self.run()
         streams = self.pipe.device.has_streams
         tracing = self.pipe.trace() if streams else nullcontext(Trace(()))
@@ -391,13 +398,16 @@ class WindowTimer:
             run.end()
         seconds = run.seconds()[measured]
         steps_s = dict(zip(run.numbers[measured], seconds, strict=True))
+        device_s: dict[str, dict[int, float]] = defaultdict(dict)
+        for span in trace.spans:
+            if span.row.kind == "stream" and span.iteration in steps_s:
+                device_s[span.task][span.iteration] = span.duration_ns / 1e9
         tasks = times_of([observer.timed(steps_s, run.calls)])
-        return Passage(seconds, tasks, cycle or self.cycle, _on_streams(trace, steps_s))
+        return Passage(seconds, tasks, cycle or self.cycle, device_s)
 
     def run(self) -> TimedRun:
         """Begin a run of iterations."""
-        feed = _Feed(self.batches, self.copy, self.pulls, self.pipe.next_iteration)
-        return (TimedRun if self.pipelined else SerialRun)(self.pipe, feed)
+        return (TimedRun if self.pipelined else SerialRun)(self)
 
     def spans(self, seconds: Sequence[float]) -> list[float]:
         """Return the means over as many neighbouring iterations as the pipeline is deep."""
@@ -424,82 +434,57 @@ class Passage(NamedTuple):
     def of_batch(self, place: int | None) -> dict[str, tuple[float, ...]]:
         """Return ``device_s`` of the iterations with the batch at ``place``; None for all."""
         return {
-            task: tuple(s for n, s in each_s.items() if place in (None, n % self.cycle))
+            task: tuple(s for n, s in sorted(each_s.items()) if place in (None, n % self.cycle))
             for task, each_s in self.device_s.items()
         }
 
 
-def _on_streams(trace: Trace, numbers: Container[int]) -> dict[str, dict[int, float]]:
-    """Return the seconds of each task's work on its stream in these iterations, by number."""
-    each_s: dict[str, dict[int, float]] = defaultdict(dict)
-    for span in trace.spans:
-        if span.row.kind == "stream" and span.iteration in numbers:
-            each_s[span.task][span.iteration] = span.duration_ns / 1e9
-    return {task: dict(sorted(of.items())) for task, of in each_s.items()}
+class TimedRun:
+    """A run of successive iterations under the plan, and the iterator over its batches.
 
-
-class _Feed:
-    """An iterator over a run's batches, which ends where no more were prepared.
-
-    ``pulls`` is called for each batch that is taken. Iteration i gets the batch i modulo their
-    number, counted from the iteration ``first``: a shortcut finds its cached outputs by that
-    number.
+    The iterator ends where no more batches were prepared. For each batch that is taken, the loader
+    is called. Iteration i gets the batch i modulo their number, since a shortcut finds its cached
+    outputs by that number.
 
     All ranks prepare the same numbers of batches, and more may be prepared after an end. Therefore
     the ranks must not agree on the end of the iterator, which they would take for the final one.
+
+    Attributes:
+        numbers: The numbers of the iterations that were retired, in that order.
     """
 
     # The engine reads this attribute: True means that it need not ask the other ranks for an end.
     agreed = True
 
-    def __init__(
-        self,
-        batches: Sequence[Any],
-        copy: Callable[[Any], Any] | None,
-        pulls: Pulls | None = None,
-        first: int = 0,
-    ) -> None:
-        self._batches = batches
-        self._copy = copy
-        self.pulls = pulls
-        self._number = first
-        self._ahead: deque[Any] = deque()
+    def __init__(self, timer: WindowTimer) -> None:
+        self._timer = timer
+        self._pipe = timer.pipe
+        self._number = timer.pipe.next_iteration  # of the next batch to prepare
+        self._prepared: deque[Any] = deque()
+        self.numbers: list[int] = []
+        self._marks: list[Any] = []  # the retirements: times, or events of the device
+        self._called = 0  # calls of the loader before the iterations that were measured last
 
     def prepare(self, count: int) -> None:
         """Add ``count`` batches, copied now so that copying is not timed."""
+        timer = self._timer
         for _ in range(count):
-            batch = self._batches[self._number % len(self._batches)]
+            batch = timer.batches[self._number % timer.cycle]
             self._number += 1
-            self._ahead.append(batch if self._copy is None else self._copy(batch))
+            self._prepared.append(batch if timer.copy is None else timer.copy(batch))
 
     def batches_left(self) -> int:
         """Return the number of batches before the next end."""
-        return len(self._ahead)
+        return len(self._prepared)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if not self._ahead:
+        if not self._prepared:
             raise StopIteration
-        if self.pulls is not None:
-            self.pulls()
-        return self._ahead.popleft()
-
-
-class TimedRun:
-    """A run of successive iterations under the plan, which counts the iterations that it retired.
-
-    Attributes:
-        numbers: The iteration numbers, in the order of retirement.
-    """
-
-    def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
-        self._pipe = pipe
-        self._feed = feed
-        self.numbers: list[int] = []
-        self._marks: list[Any] = []  # the retirements: times, or events of the device
-        self._called = 0  # calls of the loader before the iterations that were measured last
+        self._timer.pulls()
+        return self._prepared.popleft()
 
     def iterate(
         self,
@@ -514,23 +499,23 @@ class TimedRun:
         ``begin_to_measure`` is called between the warm-up and the measured iterations, and should
         take no time. If ``drain``, the batches that the loader has ready are taken away first.
         """
-        pulls = self._feed.pulls
-        if pulls is not None and drain and pulls.drains:
+        pulls = self._timer.pulls
+        if drain and pulls.drains:
             # The first iteration with a new shortcut takes longer, because outputs are cached, and
             # the loader makes more batches meanwhile. So this iteration runs before the loader is
             # drained.
-            self._feed.prepare(self._ahead() + 1)
+            self.prepare(self._ahead() + 1)
             self.numbers.append(self._next())
         # Under the plan, a worker thread may call the loader as well. The pipeline is drained
         # first, so that ``settle`` is its only caller.
-        if pulls is not None:
+        if pulls.has_loader:
             self.end()  # no iteration is in flight from here on
             pulls.settle(self._ahead() + warmup + measure, drain=drain)
         begin = len(self.numbers) + warmup
-        self._feed.prepare(self._ahead() + warmup + measure)
+        self.prepare(self._ahead() + warmup + measure)
         for turn in range(warmup + measure):
             if turn == warmup:
-                self._called = 0 if pulls is None else len(pulls.runs)
+                self._called = len(pulls.runs)
                 begin_to_measure()
             self.numbers.append(self._next())
         return slice(begin, begin + measure)
@@ -538,7 +523,7 @@ class TimedRun:
     @property
     def calls(self) -> list[HostRun]:
         """The loader's calls in the iterations that were measured last."""
-        return [] if self._feed.pulls is None else self._feed.pulls.runs[self._called :]
+        return self._timer.pulls.runs[self._called :]
 
     def end(self) -> None:
         """Drain the pipeline without counting the iterations."""
@@ -561,7 +546,7 @@ class TimedRun:
 
     def _next(self) -> int:
         """Run one iteration and return its number."""
-        number: int = self._pipe.progress(self._feed).iter_idx
+        number: int = self._pipe.progress(self).iter_idx
         # The caller's stream waits for the retired iteration, so an event there marks its end.
         if self._on_device:
             mark: Any = self._pipe.device.new_event(timing=True)
@@ -575,9 +560,9 @@ class TimedRun:
 class SerialRun(TimedRun):
     """A run of successive serial iterations, each timed on its own."""
 
-    def __init__(self, pipe: SWPipeline[Any], feed: _Feed) -> None:
-        super().__init__(pipe, feed)
-        self._first = pipe.next_iteration
+    def __init__(self, timer: WindowTimer) -> None:
+        super().__init__(timer)
+        self._first = self._number
         self._seconds: list[float] = []
 
     def seconds(self) -> list[float]:
@@ -592,7 +577,7 @@ class SerialRun(TimedRun):
         wait = self._pipe.device.synchronize
         wait()
         begin_s = time.perf_counter()
-        self._pipe.run_one_serial_iter(next(self._feed), number)
+        self._pipe.run_one_serial_iter(next(self), number)
         wait()
         self._seconds.append(time.perf_counter() - begin_s)
         return number

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from swpipe._state.loop import LoopState
 from swpipe._values.stateful import Owners
-from swpipe._values.storages import Storages, nbytes
+from swpipe._values.storages import nbytes
 from swpipe._values.walk import leaves_in, map_tensors, tensors_held, unsharded
 from swpipe.analysis.last_readers import users_of, uses_of
 from swpipe.core.context import TypedContext
@@ -137,11 +137,12 @@ class _Event(NamedTuple):
     bytes: int
 
 
-class _MemoryLog:
+class _MemoryLog(OperatorRecorder):  # type: ignore[no-untyped-call]
     """A log of the memory of successive iterations of tasks with these names.
 
-    ``users`` maps an attribute to the tasks that use it, for attributes that are dropped because
-    they are not in ``keep``. If ``keep`` is None, all attributes stay.
+    While a task runs, the log is the dispatch mode that sees the results of operators. ``users``
+    maps an attribute to the tasks that use it, for attributes that are dropped because they are not
+    in ``keep``. If ``keep`` is None, all attributes stay.
     """
 
     def __init__(
@@ -150,12 +151,12 @@ class _MemoryLog:
         users: Mapping[str, tuple[str, ...]],
         keep: Sequence[str] | None,
     ) -> None:
+        super().__init__(CpuDevice())
         self._tasks = tasks
         self._users = users
         self._keep = keep
         self._left: dict[str, set[Key]] = {}  # what the context reached after the last task
         self._before: set[Key] = set()  # what the context reached when the task began
-        self._storages = Storages()
         self._live: dict[Key, _Piece] = {}
         self._events: list[_Event] = []
         self._iteration = -1
@@ -192,7 +193,7 @@ class _MemoryLog:
             self._before = set().union(*before.values())
             self._task += 1
             self._may_hold = self._most = sum(piece.bytes for piece in self._live.values())
-            with _Operators(self):
+            with self:
                 task.fn(ctx)
             # An attribute that was deleted or replaced no longer reaches what it reached before the
             # task.
@@ -218,7 +219,20 @@ class _MemoryLog:
                 users = {user: None for name in names for user in self._users.get(name, ())}
                 live[key].users = tuple(users)
 
-    def made(self, tensor: Tensor) -> None:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [*tensors_of(result)]
+        if tensors:
+            # Only new storages count: an operator may return its argument, or a view of it.
+            old = {number for tensor in tensors_of((args, kwargs)) for number in nbytes(tensor)}
+            for tensor in tensors:
+                if not nbytes(tensor).keys() <= old:
+                    self._made(tensor)
+        return result
+
+    def _made(self, tensor: Tensor) -> None:
         """Record the memory of a tensor that an operator allocated."""
         size = sum(size for key, size in nbytes(tensor).items() if key not in self._live)
         # Checking all weak references for each operator would be slow. They are checked only if the
@@ -229,7 +243,7 @@ class _MemoryLog:
         self._add_tensor(tensor)
 
     def _add_tensor(self, tensor: Tensor, name: str = "") -> set[Key]:
-        [*self._storages.add(tensor)]
+        [*self.storages.add(tensor)]
         return self._add(nbytes(tensor), name)
 
     def _add(self, sizes: Mapping[Key, int], name: str = "") -> set[Key]:
@@ -279,7 +293,7 @@ class _MemoryLog:
         """
         for key, piece in [*self._live.items()]:
             there = reached is None or key in reached
-            if not (self._storages.alive(key) if key >= 0 else there):
+            if not (self.storages.alive(key) if key >= 0 else there):
                 piece.end = self._task
                 piece.removed = key in removed
                 self._events.append(_Event(piece, self._task, -piece.bytes))
@@ -318,27 +332,6 @@ class _MemoryLog:
             if k in active and most[k] != held[k]
         }
         return TaskMemory(blocks, working)
-
-
-class _Operators(OperatorRecorder):  # type: ignore[no-untyped-call]
-    """A dispatch mode that reports the results of operators to a log."""
-
-    def __init__(self, log: _MemoryLog) -> None:
-        super().__init__(CpuDevice())
-        self._log = log
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [*tensors_of(result)]
-        if tensors:
-            # Only new storages count: an operator may return its argument, or a view of it.
-            old = {number for tensor in tensors_of((args, kwargs)) for number in nbytes(tensor)}
-            for tensor in tensors:
-                if not nbytes(tensor).keys() <= old:
-                    self._log.made(tensor)
-        return result
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -58,6 +58,11 @@ class OtherLoad:
         )
 
 
+def disturbance(load: OtherLoad | None) -> str:
+    """Return the clause about a load that makes times longer; "" if it is small, or not known."""
+    return load.text if load is not None and load.is_busy else ""
+
+
 class LoadSoFar(NamedTuple):
     """Core time in seconds since the machine started."""
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 BAR_IN = 0.24
 ROW_GAP_IN = 0.14
 FRAME_IN = 1.1
-TITLE_IN = 0.5
 TITLE = "Exposed time: what an iteration would save if the task cost nothing"
 
 
@@ -50,22 +49,21 @@ def bar_chart(series: Sequence[Bars], path: str | Path) -> None:
         save_figure(figure, path)
 
 
-def bar_chart_svg(series: Sequence[Bars], title: str | None = TITLE) -> str:
+def bar_chart_svg(series: Sequence[Bars]) -> str:
     """Return the bar chart of ``bar_chart`` as an ``<svg>`` element."""
-    with _drawn(series, title) as figure:
+    with _drawn(series) as figure:
         return svg_of(figure)
 
 
 @contextmanager
-def _drawn(series: Sequence[Bars], title: str | None = TITLE) -> Iterator[Figure]:
+def _drawn(series: Sequence[Bars]) -> Iterator[Figure]:
     if not series:
         raise ValueError("there is nothing to draw: no batches were profiled")
     # Tasks are united over all series, in the order of their first appearance.
     tasks = list(dict.fromkeys(name for bars in series for name in bars.times))
     row_in = BAR_IN * len(series) + ROW_GAP_IN
     # The figure grows with the number of tasks, so that bars have the same height in all charts.
-    frame_in = FRAME_IN if title else FRAME_IN - TITLE_IN
-    with figure_of(frame_in + row_in * len(tasks), title) as figure:
+    with figure_of(FRAME_IN + row_in * len(tasks), TITLE) as figure:
         # matplotlib is optional, so it is imported only when something is drawn.
         from matplotlib.patches import Patch
 
@@ -80,36 +78,37 @@ def _drawn(series: Sequence[Bars], title: str | None = TITLE) -> Iterator[Figure
         axes.invert_yaxis()  # the first task on top
         axes.set_xlim(left=0)
         axes.margins(x=0.15)
-        if any(bars.label for bars in series):
-            axes.legend(
-                handles=[
-                    Patch(color=COLORS[index % len(COLORS)], label=bars.label)
-                    for index, bars in enumerate(series)
-                ],
-                loc="lower right",
-                bbox_to_anchor=(1, 1),
-                borderpad=0,
-                ncols=len(series),
-                frameon=False,
-                fontsize=SMALL_SIZE,
-                labelcolor=FAINT,
-            )
+        axes.legend(
+            handles=[
+                Patch(color=COLORS[index % len(COLORS)], label=bars.label)
+                for index, bars in enumerate(series)
+            ],
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            borderpad=0,
+            ncols=len(series),
+            frameon=False,
+            fontsize=SMALL_SIZE,
+            labelcolor=FAINT,
+        )
         yield figure
 
 
 def _draw_bars(axes: Axes, bars: Bars, places: Mapping[str, float], color: str) -> None:
     """Draw the bars of one color with their intervals; bars not distinct from 0 are grey."""
-    ms = [(1e3 * time.value_s, 1e3 * time.spread_s) for time in bars.times.values()]
+    times = [*bars.times.values()]
     drawn = axes.barh(
         [places[name] for name in bars.times],
-        [value for value, _ in ms],
+        [1e3 * time.value_s for time in times],
         height=0.86 * BAR_IN,
-        color=[color if value > error else GRID for value, error in ms],
-        edgecolor=[color if value > error else LINE for value, error in ms],
+        color=[color if time.is_clear else GRID for time in times],
+        edgecolor=[color if time.is_clear else LINE for time in times],
         # Exposed time is never negative, so the error bar does not go below 0.
-        xerr=[[min(both) for both in ms], [error for _, error in ms]],
+        xerr=[
+            [1e3 * min(time.value_s, time.spread_s) for time in times],
+            [1e3 * time.spread_s for time in times],
+        ],
         error_kw={"elinewidth": 1, "capsize": 2.5, "ecolor": FAINT},
     )
-    # A time that cannot be told apart from 0 is shown by its upper limit.
-    texts = [f"{v:.1f} ± {e:.1f}" if v > e else f"< {v + e:.1f}" for v, e in ms]
+    texts = [time.text for time in times]
     axes.bar_label(drawn, texts, padding=6, fontsize=SMALL_SIZE, color=INK)

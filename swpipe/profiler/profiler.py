@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PULL
 from swpipe.core.progress import progress_bar
 from swpipe.core.task import PipelineTask, TaskRef
-from swpipe.pipeline import SWPipeline, borrowed, check_idle
+from swpipe.pipeline import SWPipeline, check_idle
 from swpipe.profiler.advice import advise
 from swpipe.profiler.exposures import Exposures
 from swpipe.profiler.figures import IterationTimes, Measurement, RankTimes, TaskFigures, busy_s
@@ -24,7 +24,7 @@ from swpipe.profiler.measure import Passage, Pulls, WindowTimer
 from swpipe.profiler.result import ProfileResult, ProfileResults
 from swpipe.profiler.rounds import LEAST_ROUNDS, MAX_ROUNDS, Counts, Rounds, visits
 from swpipe.profiler.sampling import MOST, Sample, visit_length
-from swpipe.profiler.trial import trial_state
+from swpipe.profiler.trial import trial
 
 N = TypeVar("N", int, float)
 
@@ -226,29 +226,24 @@ class TaskProfiler:
         check_idle(self.pipe, "profiling")
         names, left_out = self._names(tasks)
         # All ranks have to run the same number of iterations, since they meet in collectives.
-        if not is_alone():
-            sample = Sample.of(sample, min(gather(len(sample))))
-        saved = trial_state(self.pipe, sample[0], self._state, self._copy)
+        sample = Sample.of(sample, _agreed(min, len(sample)))
         pulls = Pulls.of(self._loader)
-        kinds = [*([] if pulls is None else [PULL]), *names]
-        total = counts.num_rounds * len(kinds) if counts.fixed else None
-        visit = (counts.num_warmup, counts.num_measure)
-        timer = WindowTimer(self.pipe, sample, self._copy, *visit, pipelined, pulls)
+        kinds = [PULL, *names] if pulls.has_loader else [*names]
+        lengths = (counts.num_warmup, counts.num_measure)
+        timer = WindowTimer(self.pipe, sample, self._copy, *lengths, pipelined, pulls)
         passage = None
         section = len(sample)
-        coverage = ""
+        total = counts.num_rounds * len(kinds) if counts.fixed else None
         bar = progress_bar("profiling", " visits", total, shown=verbose)
         # Everything below runs inside the trial, so that state is restored also on failure or
         # Ctrl-C.
-        with bar, saved.trial(), borrowed(self.pipe):
+        with bar, trial(self.pipe, sample[0], self._state, self._copy) as saved:
             if of_loop:
                 visited = len(visits(kinds))
                 passage, counts, section = self._passage(timer, sample, counts, visited)
-                coverage = sample.coverage(len(passage.steps_s))
                 saved.restore_training()
             # The first round uses the section at the beginning; each later round uses another one.
-            batches = sample.section(0, section)
-            timer = replace(timer, batches=batches, measure=counts.num_measure)
+            timer = replace(timer, batches=sample.section(0, section), measure=counts.num_measure)
             rounds = Rounds(
                 timer, counts, saved.restore_training, lambda turn: sample.section(turn, section)
             )
@@ -262,26 +257,19 @@ class TaskProfiler:
         measurement = Measurement(
             num_warmup=timer.warmup,
             num_measure=timer.measure,
-            num_rounds=len(rounds.base_s),
-            coverage=coverage,
+            num_rounds=len(rounds.completed),
+            coverage="" if passage is None else sample.coverage(len(passage.steps_s)),
             put_back=tuple(map(str, saved.owners)),
             already_shortcut=left_out,
             interrupted=rounds.interrupted,
             other_load=rounds.other_load,
         )
-        # The first label is of all batches.
-        places = [None, *range(len(labels) - 1)]
-        results = [
-            _result_of(
-                rounds,
-                rounds.exposures(place, passage),
-                {} if on_streams is None else on_streams.of_batch(place),
-                batch=label,
-                measurement=measurement,
-            )
-            for place, label in zip(places, labels, strict=True)
-        ]
-        advice = advise(results[0], self.pipe, None if pulls is None else pulls.effects)
+        results = []
+        # The first label is of all batches, the others are of one batch each.
+        for place, label in zip((None, *range(len(sample))), labels, strict=False):
+            exposures = Exposures(rounds, place, passage, on_streams)
+            results.append(_result_of(rounds, exposures, label, measurement))
+        advice = advise(results[0], self.pipe, pulls.effects)
         return [replace(result, advice=advice) for result in results]
 
     def _passage(
@@ -295,24 +283,20 @@ class TaskProfiler:
         """
         pulls = timer.pulls
         timer.window()  # the first iterations allocate and compile
-        if pulls is not None:
-            pulls.measure()
+        pulls.measure()
         # A short passage estimates the step time, so that the passage that counts stays within
         # ``_PASSAGE_S``. Ranks agree on the slowest, or they would run different numbers of
         # iterations.
         step_s = _agreed(max, fmean(timer.passage(_FEW).steps_s))
         most_s = math.inf if counts.seconds is None else counts.seconds
         most = max(_LEAST_SEEN, _fitting(min(_PASSAGE_S, most_s / 2), step_s))
-        length = 0 if pulls is None else pulls.length
+        length = pulls.length
         # If the start of a pass was measured separately, the passage stays within one pass.
-        if pulls is not None and pulls.start_s:
+        if pulls.start_s:
             within = length - timer.num_unmeasured
             most = min(most, within) if within > 1 else most
             length = 0
-        count = sample.iterations(most, length)
-        if pulls is not None:
-            count = pulls.in_turns(count)
-        count = _agreed(min, count)
+        count = _agreed(min, pulls.in_turns(sample.iterations(most, length)))
         passage = replace(timer, batches=Sample.of(sample, count)).passage(
             count, length if 0 < length <= count else 0
         )
@@ -330,26 +314,22 @@ class TaskProfiler:
         if counts.seconds is not None:
             round_s = places * (max(counts.num_warmup, section) + length) * step_s
             fits = _fitting(max(0.0, most_s - len(passage.steps_s) * step_s), round_s)
-            if not is_alone():
-                fits = gather(fits)[0]
-            num_rounds = min(num_rounds, max(LEAST_ROUNDS, fits))
+            num_rounds = min(num_rounds, max(LEAST_ROUNDS, gather(fits)[0]))
         return passage, Counts(counts.num_warmup, length, num_rounds), section
 
     def _names(
         self, tasks: Iterable[TaskRef] | TaskRef | None
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the tasks to measure and the tasks already shortcut, both in serial order."""
-        if isinstance(tasks, str | PipelineTask):
-            tasks = (tasks,)
-        wanted = None if tasks is None else set(self.pipe.task_names(*tasks))
-        shortcut = self.pipe.shortcut_tasks
         in_order = [task.name for task in self.pipe.tasks]
-        names = tuple(
-            name
-            for name in in_order
-            if (name not in shortcut if wanted is None else name in wanted)
-        )
-        if both := [name for name in names if name in shortcut]:
+        left_out = tuple(name for name in in_order if name in self.pipe.shortcut_tasks)
+        if tasks is None:
+            wanted = {*in_order} - {*left_out}
+        else:
+            named = (tasks,) if isinstance(tasks, str | PipelineTask) else tasks
+            wanted = {*self.pipe.task_names(*named)}
+        names = tuple(name for name in in_order if name in wanted)
+        if both := [name for name in names if name in left_out]:
             raise ValueError(
                 f"task {both[0]!r} is shortcut, so it costs nothing that could be measured: "
                 f"call disable_shortcut({both[0]!r}) first, or leave it out of tasks"
@@ -358,12 +338,12 @@ class TaskProfiler:
             raise ValueError(
                 "there is no task to measure: tasks is empty, or all are shortcut already"
             )
-        return names, tuple(name for name in in_order if name in shortcut)
+        return names, left_out
 
 
 def _agreed(choose: Callable[[list[N]], N], own: N) -> N:
     """Return one of the values of all ranks, which have to run the same iterations."""
-    return own if is_alone() else choose(gather(own))
+    return choose(gather(own))
 
 
 def _fitting(within_s: float, each_s: float) -> int:
@@ -373,7 +353,7 @@ def _fitting(within_s: float, each_s: float) -> int:
 
 
 def _result_of(
-    rounds: Rounds, exposures: Exposures, device_s: Mapping[str, Sequence[float]], **about: Any
+    rounds: Rounds, exposures: Exposures, label: str, measurement: Measurement
 ) -> ProfileResult:
     """Build a result from what was measured, without its advice."""
     timer = rounds.timer
@@ -381,7 +361,7 @@ def _result_of(
     pulls = timer.pulls
     loop = exposures.loop
     # The passages avoid the starts of loader passes, so their share of a step is added here.
-    start_s = 0.0 if pulls is None else pulls.start_s
+    start_s = pulls.start_s
     step = replace(exposures.step, value_s=exposures.step.value_s + start_s)
     saved = exposures.saved()
     if PULL in saved:  # visits lie within a pass; without calls there would be no starts
@@ -390,7 +370,7 @@ def _result_of(
     tasks = {
         name: TaskFigures(
             thread,
-            tuple(device_s.get(name, ())),
+            exposures.device_s.get(name, ()),
             exposed=saved.get(name),
             replay_s=exposures.replays_s.get(name, 0.0),
             in_others_s=exposures.in_others_s.get(name, {}),
@@ -399,15 +379,15 @@ def _result_of(
         for name, thread in loop.tasks.items()
     }
     result = ProfileResult(
+        batch=label,
         mode="pipelined" if timer.pipelined else "serial",
+        measurement=measurement,
         iteration=IterationTimes(step, median(timer.spans(loop.steps_s)), tuple(loop.steps_s)),
         tasks=tasks,
         collectives=tuple(n for n, entry in plan.schedule.items() if entry.globally_ordered),
-        loader=None if pulls is None else pulls.pace,
-        **about,
+        loader=pulls.pace,
+        busy_s=busy_s(plan, loop.tasks) if timer.pipelined else {},
     )
-    if timer.pipelined:
-        result = replace(result, busy_s=busy_s(plan, result.host_s))
     # Ranks exchange their own figures here; the exchange is a collective, so every rank must come
     # to it.
     if is_alone():
@@ -427,8 +407,7 @@ def pipeline_breakdown(pipeline: Any, batches: Iterable[Any], **options: Any) ->
         batches: At least one batch on the host, as the data loader returns it.
         options: Keyword arguments of ``TaskProfiler.profile_many``.
     """
-    pipe = pipeline.pipe
-    results = TaskProfiler(pipe).profile_many(batches, **options)
+    results = TaskProfiler(pipeline.pipe).profile_many(batches, **options)
     if is_alone() or dist.get_rank() == 0:
         results.print_report()
     return results

@@ -121,36 +121,32 @@ class RankEnds(NamedTuple):
     rank: int
 
     @classmethod
-    def of(cls, ranks: Sequence[RankTimes], times: Sequence[Estimate]) -> RankEnds:
-        """Return the median and the worst of times that are given by rank."""
-        worst = max(range(len(ranks)), key=lambda number: times[number].value_s)
-        return cls(median(each.value_s for each in times), times[worst], ranks[worst].rank)
+    def of(cls, times: Sequence[Estimate]) -> RankEnds:
+        """Return the median and the worst of the times of all ranks, in their order."""
+        worst = max(range(len(times)), key=lambda rank: times[rank].value_s)
+        return cls(median(each.value_s for each in times), times[worst], worst)
 
 
 def step_ends(ranks: Sequence[RankTimes]) -> RankEnds:
     """Return the median and the worst time of an iteration over the ranks."""
-    return RankEnds.of(ranks, [of.step for of in ranks])
+    return RankEnds.of([of.step for of in ranks])
 
 
 def host_ends(ranks: Sequence[RankTimes]) -> dict[str, RankEnds]:
     """Return for each task its median and worst host time over the ranks."""
     return {
-        name: RankEnds.of(ranks, [of.tasks[name].thread.host for of in ranks])
-        for name in ranks[0].tasks
+        name: RankEnds.of([of.tasks[name].thread.host for of in ranks]) for name in ranks[0].tasks
     }
 
 
 def waited_for(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> int:
-    """Return the index in ``ranks`` of the rank that waits least for other ranks.
+    """Return the rank that waits least for other ranks.
 
     Other ranks wait for this one, if any rank waits. Among equals, it is the rank with the longest
     iterations.
     """
     waits_s = {of.rank: sum(w.waited.value_s for w in waits if w.rank == of.rank) for of in ranks}
-    return min(
-        range(len(ranks)),
-        key=lambda number: (waits_s[ranks[number].rank], -ranks[number].baseline_s),
-    )
+    return min(ranks, key=lambda of: (waits_s[of.rank], -of.baseline_s)).rank
 
 
 def rank_lines(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterator[str]:
@@ -160,7 +156,7 @@ def rank_lines(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterato
     for name, host in host_ends(ranks).items():
         times = [time for of in ranks if (time := of.exposed(name)) is not None]
         # A task that failed or was left out on some rank has no exposed time to compare.
-        exposed = _cells(RankEnds.of(ranks, times)) if len(times) == len(ranks) else ("", "", "")
+        exposed = _cells(RankEnds.of(times)) if len(times) == len(ranks) else ("", "", "")
         rows.append((name, *exposed, *_cells(host)))
     titles = [f"{len(ranks)} ranks, ms"]
     for what in ("exposed", "host"):

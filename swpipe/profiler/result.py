@@ -63,6 +63,7 @@ class Report(Rows):
 
     def print_report(self, file: TextIO | None = None) -> None:
         """Print a table with one row per task, to standard output by default."""
+        # The legend is printed once, also below several results.
         text = f"{self.format_report()}\n{result_text.LEGEND}\n"
         (sys.stdout if file is None else file).write(text)
 
@@ -137,9 +138,9 @@ class ProfileResult(Figures, Report):
                 "replay": None if raw is None else task.replay_s,
                 "baseline": self.baseline_s,
             }
-            about = {"batch": self.batch, "mode": self.mode, "task": name}
-            times = {f"{what}_ms": None if s is None else 1e3 * s for what, s in seconds.items()}
-            rows.append({**about, **times, "not_measured": task.not_measured})
+            row: dict[str, Any] = {"batch": self.batch, "mode": self.mode, "task": name}
+            row |= {f"{what}_ms": None if s is None else 1e3 * s for what, s in seconds.items()}
+            rows.append({**row, "not_measured": task.not_measured})
         return rows
 
     def _bars(self) -> list[Bars]:
@@ -177,6 +178,7 @@ class ProfileResult(Figures, Report):
 
 def plain(result: ProfileResult) -> dict[str, Any]:
     """Return a result as data that JSON can hold."""
+    # A plan has a format of its own, in which it is also read.
     advice = [each.to_dict() for each in result.advice]
     return {**asdict(replace(result, advice=())), "advice": advice}
 
@@ -203,6 +205,7 @@ class ProfileResults(Report, tuple[ProfileResult, ...]):  # noqa: SLOT001 - it h
 
     def format_report(self) -> str:
         """Return one batch in full, or several with a summary line each in one table."""
+        # The notes of the loop hold for its batches, so these are shown without notes.
         if self.loop is None:
             return result_text.several(self)
         return f"{result_text.one(self.loop)}\n\n{result_text.side_by_side(self)}"
@@ -213,6 +216,7 @@ class ProfileResults(Report, tuple[ProfileResult, ...]):  # noqa: SLOT001 - it h
         Raises:
             ValueError: The profiles are of different batches.
         """
+        # Batches are matched by their names, since a later profile may be of them in another order.
         before, now = ({result.batch: result for result in each} for each in (self, after))
         if before.keys() != now.keys() or not now:
             ours, theirs = (listed(list(each)) for each in (before, now))
@@ -232,7 +236,11 @@ class ProfileResults(Report, tuple[ProfileResult, ...]):  # noqa: SLOT001 - it h
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        file = read_typed(json.loads(text), _ResultsFile, "a file of profile results", _READERS)
+        data = json.loads(text)
+        # A single result is as good as several.
+        if isinstance(data, dict) and "batches" not in data:
+            return cls([ProfileResult.from_dict(data)])
+        file = read_typed(data, _ResultsFile, "a file of profile results", _READERS)
         return cls.of(file.batches, file.loop)
 
 

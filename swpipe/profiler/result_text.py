@@ -9,7 +9,7 @@ from swpipe.core.messages import listed
 from swpipe.core.tables import table, wrapped
 from swpipe.profiler.figures import Figures
 from swpipe.profiler.rank_times import rank_lines, rank_waits
-from swpipe.profiler.spread import Estimate, ms, short_ms
+from swpipe.profiler.spread import ms, short_ms
 
 LEGEND = (
     "exposed: how much shorter a mean iteration is if the task costs nothing, with a\n"
@@ -100,18 +100,17 @@ def _exposed(result: Figures, name: str) -> tuple[str, str, str]:
 
     A time that cannot be told apart from 0 is shown as "< x".
     """
-    exposed = result.exposed(name)
+    exposed = result.exposures.get(name)
     if exposed is None:
         return "not measured" if name in result.measured else "", "", ""
-    below = 0 < exposed.spread_s >= exposed.value_s
-    shown_s = max(0.0, exposed.value_s) + exposed.spread_s if below else exposed.value_s
+    is_below = 0 < exposed.spread_s >= exposed.value_s
     # An iteration cannot get shorter by more than its own time.
-    shown = Estimate(min(shown_s, result.baseline_s), exposed.spread_s)
-    share = 100 * shown.value_s / result.baseline_s if result.baseline_s else 0.0
+    most_s = min(exposed.value_s + exposed.spread_s * is_below, result.baseline_s)
+    share = f"{100 * most_s / result.baseline_s if result.baseline_s else 0.0:.1f}"
     # A task's own part is not known if its exposed time is not.
-    if below:
-        return f"< {short_ms(shown.value_s)}", f"< {share:.1f}", ""
-    return shown.text, f"{share:.1f}", short_ms(result.own_s[name])
+    if is_below:
+        return f"< {short_ms(most_s)}", f"< {share}", ""
+    return exposed.text, share, short_ms(result.own_s[name])
 
 
 # --------------------------------------------------------------------------------------- notes

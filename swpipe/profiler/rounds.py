@@ -30,16 +30,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe.core.plan import PULL
 from swpipe.errors import UnsavedStateError, add_note
-from swpipe.profiler.exposures import BASE, Exposures, Kind, Visit, differences_in
-from swpipe.profiler.host import HostObserver, HostRun
-from swpipe.profiler.measure import Passage, Pulls, TimedRun, WindowTimer
+from swpipe.profiler.host import HostObserver, HostRun, TimedIteration
+from swpipe.profiler.measure import TimedRun, WindowTimer
 from swpipe.profiler.other_load import OtherLoad, load_so_far
-from swpipe.profiler.spread import time_saved
+from swpipe.profiler.spread import BASE, Kind, differences_in, time_saved
 
 BETWEEN = 3
 """The number of visits with a shortcut between two visits without one.
@@ -57,6 +56,13 @@ _MARGIN = 1.25
 LEAST_ROUNDS = 2
 MAX_ROUNDS = 200
 """The number of rounds after which the search for a spread ends, even if it is not reached."""
+
+
+class Visit(NamedTuple):
+    """The timed iterations of a visit."""
+
+    kind: Kind
+    iterations: Sequence[TimedIteration]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +109,6 @@ class Rounds:
 
     Attributes:
         timer: Runs the iterations.
-        base_s: The mean time of an iteration without a shortcut, round by round.
         saved_s: Kind to the differences that ``time_saved`` takes.
         completed: The visits of the rounds that were completed.
         in_backward_s: Kind to the time of its replays in the backward of other tasks, visit by
@@ -131,7 +136,6 @@ class Rounds:
         # The seed is fixed, so that all ranks visit the kinds in the same order.
         self._rng = random.Random(0)
         self._kind = BASE
-        self.base_s: list[float] = []
         self.saved_s: dict[Kind, list[float]] = {}
         self.completed: list[list[Visit]] = []
         self.in_backward_s: dict[Kind, list[float]] = {}
@@ -140,29 +144,14 @@ class Rounds:
         self.interrupted = False
         self.other_load: OtherLoad | None = None
 
-    def exposures(self, place: int | None = None, passage: Passage | None = None) -> Exposures:
-        """Return the exposed times over all batches, or of the batch at ``place`` in the cycle."""
-        timer = self.timer
-        pulls = self.timer.pulls
-        return Exposures(
-            self.completed,
-            {kind: fmean(self.in_backward_s[kind]) for kind in self.saved_s},
-            adds_up=not (timer.pipelined or timer.pipe.device.has_streams),
-            counts_pulls=pulls is not None and not pulls.works_ahead,
-            cycle=timer.cycle,
-            place=place,
-            passage=passage,
-        )
-
     # ------------------------------------------------------------------------------- measuring
 
     def warm_up(self) -> None:
         """Run iterations that are not timed: the first ones allocate and compile."""
         self._run(visits(()))
-        if self.timer.pulls is not None:
-            self.timer.pulls.measure()
+        self.timer.pulls.measure()
 
-    def measure(self, kinds: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> None:
+    def measure(self, kinds: Sequence[Kind], tick: Callable[[], object]) -> None:
         """Measure kinds of shortcuts; call ``tick`` after each visit.
 
         If iterations fail only with one kind of shortcut, that kind is left out from then on. On
@@ -175,26 +164,25 @@ class Rounds:
         self.saved_s = {kind: [] for kind in kinds}
         begin_s = time.perf_counter()
         load = load_so_far()
-        # Clocks differ between ranks, so all of them follow rank 0. The number of rounds is counted
-        # in ``base_s``, which a round extends only when it is complete.
+        # Clocks differ between ranks, so all of them follow rank 0.
         while wanted := self._agreed(self._wanted(time.perf_counter() - begin_s)):
             order = self._rng.sample(wanted, len(wanted))
             try:
                 self._measure_round(order, tick)
             except KeyboardInterrupt:
                 # Intervals need two rounds. From then on, an interrupted profile has a result.
-                if len(self.base_s) < LEAST_ROUNDS:
+                if len(self.completed) < LEAST_ROUNDS:
                     raise
                 self.interrupted = True
                 break
-        while len(self.base_s) < LEAST_ROUNDS:  # no kind could be measured
+        while len(self.completed) < LEAST_ROUNDS:  # no kind could be measured
             self._measure_round((), tick)
-        self.other_load = None if load is None else load.others()
+        self.other_load = load and load.others()
 
     def _wanted(self, elapsed_s: float) -> list[Kind]:
         """Return the kinds to measure in the next round; empty when measuring is done."""
         counts = self._counts
-        done = len(self.base_s)
+        done = len(self.completed)
         kinds = list(self.saved_s)
         if done < LEAST_ROUNDS:
             return kinds
@@ -217,7 +205,7 @@ class Rounds:
 
     def _agreed(self, wanted: list[Kind]) -> list[Kind]:
         """Return the kinds that rank 0 wants, because ranks measure different times."""
-        return wanted if self._counts.fixed or is_alone() else gather(wanted)[0]
+        return wanted if self._counts.fixed else gather(wanted)[0]
 
     def _measure_round(self, order: Sequence[Kind], tick: Callable[[], object]) -> None:
         if self._sections is not None:
@@ -231,22 +219,18 @@ class Rounds:
                 # is shortcut.
                 raise
             except Exception as error:
-                if self._kind == BASE or not is_alone():
+                failed = self._kind
+                if failed == BASE or not is_alone():
                     raise
-                self._leave_out(self._kind, error)
+                self._run(visits(()))  # raises if the shortcut is not the reason
+                self.failed[failed] = error
+                del self.saved_s[failed]
                 continue
             steps_s = [(kind, [each.step_s for each in every]) for kind, every in timed]
-            self.base_s.append(fmean(fmean(of) for kind, of in steps_s if kind == BASE))
             for kind, saved_s in differences_in(steps_s).items():
                 self.saved_s[kind].append(saved_s)
             self.completed.append(timed)
             return
-
-    def _leave_out(self, failed: Kind, error: Exception) -> None:
-        """Leave out a kind, provided that iterations succeed without its shortcut."""
-        self._run(visits(()))  # raises if the shortcut is not the reason
-        self.failed[failed] = error
-        del self.saved_s[failed]
 
     def _run(self, order: Sequence[Kind], tick: Callable[[], object] = lambda: None) -> list[Visit]:
         visited: list[tuple[slice, list[HostRun]]] = []
@@ -254,7 +238,7 @@ class Rounds:
         # From here on, a shortcut caches one set of outputs for each batch of the cycle.
         pipe.cycle_shortcuts(self.timer.cycle)
         run = self.timer.run()
-        observer = HostObserver(task.name for task in pipe.tasks)
+        observer = HostObserver(pipe.tasks)
         try:
             with pipe.observe(observer):
                 for kind in order:
@@ -291,9 +275,11 @@ class Rounds:
             length = timer.whole_cycles(length)
         elif length > 1:
             length += self._rng.choice((-1, 0, 1))
-        drain = False
-        if pulls is not None and kind != PULL and self._is_slow(pulls, kind):
-            drain = True
+        # A loader that is faster than the rest of an iteration keeps its queue full. Then the visit
+        # need not take away ready batches.
+        fast = pulls.rate_s * _MARGIN <= self._rest_s.get(kind, 0.0)
+        drain = pulls.has_loader and kind != PULL and not pulls.agreed(fast)
+        if drain:
             length = pulls.in_turns(length)
         replayed = [kind] if kind not in (BASE, PULL) else []
         extra_s = 0.0
@@ -321,15 +307,8 @@ class Rounds:
             add_note(error, f"swpipe: while profiling {what.get(kind, shortcut)}")
             raise
 
-    def _is_slow(self, pulls: Pulls, kind: Kind) -> bool:
-        """Return whether the loader may be slower than the rest of an iteration.
-
-        A loader that is faster keeps its queue full. Then visits need not take away ready batches.
-        """
-        return not pulls.agreed(pulls.rate_s * _MARGIN <= self._rest_s.get(kind, 0.0))
-
     def _shortcut(self, kind: Kind) -> AbstractContextManager[object]:
-        if kind == PULL and self.timer.pulls is not None:
+        if kind == PULL:
             return self.timer.pulls.off()
         return nullcontext() if kind == BASE else self.timer.pipe.shortcut(kind)
 

@@ -13,9 +13,9 @@ loader reads at once. If a loop has no more batches than the sample, all of them
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from statistics import fmean, median, pstdev
 from typing import Any
 
@@ -136,25 +136,16 @@ def visit_length(steps_s: Sequence[float], tasks_s: Iterable[Sequence[float]], m
     # A task that did not run in each iteration has no comparable series.
     series = [each_s for each_s in (steps_s, *tasks_s) if len(each_s) == len(steps_s)]
     for length in range(1, min(most, len(steps_s) // 2) + 1):
-        spreads_s = (pstdev(_sums_of(each_s, length)) / length for each_s in series)
+        spreads_s = (pstdev(_window_sums(each_s, length)) / length for each_s in series)
         if max(spreads_s) <= _EVEN * step_s:
             return length
     return max(1, most)
 
 
-def _sums_of(steps_s: Sequence[float], length: int) -> Iterator[float]:
-    # The sums of all windows of ``length`` iterations, updated in constant time from one to the
-    # next.
-    total = sum(steps_s[:length])
-    yield total
-    for first, last in zip(steps_s, steps_s[length:], strict=False):
-        total += last - first
-        yield total
-
-
-def quantile(values: Sequence[float], part: float) -> float:
-    """Return the value below which the fraction ``part`` of the values lies."""
-    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
+def _window_sums(steps_s: Sequence[float], length: int) -> list[float]:
+    """Return the sums of all windows of ``length`` successive iterations."""
+    totals = [0.0, *accumulate(steps_s)]
+    return [end - begin for begin, end in zip(totals, totals[length:], strict=False)]
 
 
 def pattern_of(steps_s: Sequence[float]) -> str:
@@ -162,7 +153,7 @@ def pattern_of(steps_s: Sequence[float]) -> str:
     if len(steps_s) < 2:
         return ""
     usual_s = median(steps_s)
-    late_s = quantile(steps_s, 0.95)
+    late_s = sorted(steps_s)[int(0.95 * len(steps_s))]
     slow = [k for k, step_s in enumerate(steps_s) if step_s > (1 + _SLOW) * usual_s]
     # Only if slow iterations are all equally far apart is there a period to report.
     apart = {late - early for early, late in pairwise(slow)}

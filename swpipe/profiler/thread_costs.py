@@ -33,9 +33,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Self
 
-from swpipe._engine.observers import Observer
 from swpipe._engine.waiting import Cancelled, Host
-from swpipe.program import Instruction
 
 SWITCH_S = 20e-6
 """The interpreter's switch interval in seconds while the contender runs; the default is 5 ms."""
@@ -77,6 +75,10 @@ class GilContender:
                 self.held_s += now_s - last_s
             last_s = now_s
 
+    def times(self) -> tuple[float, float]:
+        """Return the wall time, and the time for which the contender has held the lock."""
+        return time.perf_counter(), self.held_s
+
     def __enter__(self) -> Self:
         self._switch_s = sys.getswitchinterval()
         # With the default interval, the contender would get the lock too rarely to measure short
@@ -90,23 +92,6 @@ class GilContender:
         self._stopped = True
         self._thread.join()
         sys.setswitchinterval(self._switch_s)
-
-
-class GilTimes(Observer):
-    """An observer of a serial run; ``runs`` has each task's seconds with the lock, run by run."""
-
-    def __init__(self, contender: GilContender) -> None:
-        self._contender = contender
-        self._begin = (0.0, 0.0)
-        self.runs: dict[str, list[float]] = {}
-
-    def start(self, ins: Instruction, iteration: int) -> None:
-        self._begin = (time.perf_counter(), self._contender.held_s)
-
-    def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
-        wall_s = time.perf_counter() - self._begin[0]
-        contender_s = self._contender.held_s - self._begin[1]
-        self.runs.setdefault(ins.task, []).append(max(0.0, wall_s - contender_s))
 
 
 def measure_handover_s(host: Host) -> float:

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from swpipe._state.loop import LoopState
 from swpipe.inference.operators import copied
 from swpipe.inference.shown_state import shown_state
 from swpipe.pipeline import SWPipeline, borrowed
+
+
+@contextmanager
+def trial(
+    pipe: SWPipeline[Any],
+    batch: Any,
+    state: Any = None,
+    copy: Callable[[Any], Any] | None = None,
+) -> Iterator[LoopState]:
+    """Borrow an idle pipeline for the block, and restore the state of its tasks afterwards.
+
+    See ``trial_state`` for the arguments and errors.
+    """
+    saved = trial_state(pipe, batch, state, copy)
+    with saved.trial(), borrowed(pipe):
+        yield saved
 
 
 def trial_state(

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from swpipe._distributed.shared_cores import cores, ranks_on_machine
 from swpipe.core.messages import counted, listed
@@ -168,8 +168,7 @@ class StepAccount:
     ceiling: Ceiling
 
 
-@dataclass(frozen=True, slots=True)
-class Roles:
+class Roles(NamedTuple):
     """The roles of tasks in an iteration.
 
     Attributes:
@@ -241,7 +240,7 @@ def _parts(path: CriticalPath, profile: ProfileResult, roles: Roles) -> tuple[St
         first. Empty if the path has no steady state.
     """
     whole_s = profile.baseline_s
-    start_s = 0.0 if profile.loader is None else min(profile.loader.start_s, whole_s)
+    start_s = min(profile.pace.start_s, whole_s)
     shares: dict[tuple[str, Cause], float] = defaultdict(float)
     # If the loader sets the pace, the traced path shows only how its time is filled.
     if profile.limited_by_loader:
@@ -314,9 +313,9 @@ def _bound(
     parts: tuple[StepPart, ...], profile: ProfileResult, shares: Mapping[Cause, float]
 ) -> tuple[Bound, str]:
     """Return what bounds the step, and a sentence with the reason."""
-    pace = profile.loader
+    pace = profile.pace
     busy = profile.limiting
-    if profile.limited_by_loader and pace is not None:
+    if profile.limited_by_loader:
         who = f"its {counted(pace.workers, 'worker')}" if pace.workers else "what it has of its own"
         rest_s = profile.baseline_s - max(pace.start_s, profile.exposed_s[PULL])
         return "input-bound", (
@@ -395,12 +394,12 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
         limit = f"{counted(own_cores, 'core')} for all tasks"
         others = []
         needs = "To reach it, all cores have to be busy all the time."
-    pace = profile.loader
-    if pace is not None and pace.works_ahead and pace.rate_s > floor_s:
+    pace = profile.pace
+    if pace.works_ahead and pace.rate_s > floor_s:
         floor_s = pace.rate_s
         others = []
         limit = f"the loader, which makes a batch in {short_ms(pace.rate_s)} ms"
         needs = "To reach it, the loader has to be called early enough, and never wait."
     # Noise can put the bound above the measured step; the gain is never negative.
-    floor_s = min(floor_s + (0.0 if pace is None else pace.start_s), profile.baseline_s)
+    floor_s = min(floor_s + pace.start_s, profile.baseline_s)
     return Ceiling(profile.step, floor_s, limit, (*others,), needs)

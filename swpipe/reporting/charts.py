@@ -1,4 +1,4 @@
-"""The charts of a report as elements of its page: pictures, or text without matplotlib."""
+"""The timelines of a report as an element of its page: a picture, or text without matplotlib."""
 
 from __future__ import annotations
 
@@ -6,23 +6,12 @@ import html
 from collections.abc import Mapping
 from dataclasses import replace
 
-from swpipe.profiler import ProfileResult
-from swpipe.profiler.plot import Bars, bar_chart_svg
 from swpipe.program import SOURCES
 from swpipe.reporting.account import LOADER
 from swpipe.trace import Trace, format_stacked, svg_stacked
 
 SHOWN = 4
 """The number of iterations that a timeline shows."""
-
-
-def exposed_chart(profile: ProfileResult) -> str:
-    """Return bars with intervals for the tasks whose exposed times can be told apart from 0."""
-    known = {shown_name(n): time for n, time in profile.exposures.items() if time.is_clear}
-    try:
-        return bar_chart_svg([Bars("", known)], title=None) if known else ""
-    except ModuleNotFoundError:
-        return ""  # without matplotlib; the table has the same figures
 
 
 def shown_name(task: str) -> str:

@@ -26,12 +26,11 @@ from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan, StreamSpec, streams_of
 from swpipe.core.task import PipelineTask
 from swpipe.device import resolve
-from swpipe.pipeline import borrowed
 from swpipe.profiler import ProfileResult, measure_costs
-from swpipe.profiler.trial import trial_state
+from swpipe.profiler.trial import trial
 from swpipe.reporting.environment import environment_findings
 from swpipe.reporting.finding import Finding
-from swpipe.reporting.waits import TaskWatcher, WaitRecorder, sync_debug
+from swpipe.reporting.waits import WaitRecorder, sync_debug
 from swpipe.tuning.autotuning import Loop
 
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -64,13 +63,12 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
     Raises:
         BaseException: Any exception of a task or of the loader.
     """
-    loader = None if loop.loader is None else unprepared(loop.loader)
+    loader = unprepared(loop.loader)
     workers = loader.num_workers if isinstance(loader, DataLoader) else 0
     with loop.opened(PipelinePlan.serial(loop.tasks)) as pipe:
-        saved = trial_state(pipe, loop.batches[0], loop.state)
         recorder = WaitRecorder(pipe.device)
         feed = cycle(loop.batches)
-        with saved.trial(), borrowed(pipe):
+        with trial(pipe, loop.batches[0], loop.state):
             # Warm-up iterations wait for allocations and compilation, which are no findings.
             for _ in range(_WARM_UP):
                 pipe.run_one_serial_iter(next(feed))
@@ -78,7 +76,7 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
                 with (
                     # The dispatch mode sees operators; torch's sync debug mode sees waits inside of
                     # them.
-                    pipe.observe(TaskWatcher(recorder)),
+                    pipe.observe(recorder),
                     sync_debug(pipe.device, recorder.add_unseen),
                 ):
                     pipe.run_one_serial_iter(next(feed))
@@ -87,7 +85,11 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
     return tuple(
         chain(
             environment_findings(resolve(loop.device), plan, workers),
-            _per_iteration(recorder),
+            # The recorder counts over all watched iterations.
+            (
+                replace(finding, text=f"{finding.text}; {times / _WATCHED:g} per iteration")
+                for finding, times in recorder.findings.items()
+            ),
             _priority_findings(plan, recorder.computing) if plan and loop.has_streams else (),
             _graph_breaks(),
             _loader_findings(profile),
@@ -95,12 +97,6 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
             _lock_findings(loop.tasks, costs, profile.baseline_s),
         )
     )
-
-
-def _per_iteration(recorder: WaitRecorder) -> Iterator[Finding]:
-    for finding, times in recorder.findings.items():
-        # The recorder counts over all watched iterations.
-        yield replace(finding, text=f"{finding.text}; {times / _WATCHED:g} per iteration")
 
 
 def _priority_findings(plan: PipelinePlan, computing: set[str]) -> Iterator[Finding]:
@@ -149,9 +145,9 @@ def _loader_findings(profile: ProfileResult) -> Iterator[Finding]:
 
     The advice of the profile is about a loader that works ahead, and about the start of a pass.
     """
-    pace = profile.loader
+    pace = profile.pace
     saved = profile.exposed(PULL)
-    if pace is None or saved is None or pace.works_ahead or not saved.is_clear:
+    if saved is None or pace.works_ahead or not saved.is_clear:
         return
     waits = replace(saved, value_s=saved.value_s - pace.start_s)
     if waits.value_s >= _SHARE * profile.baseline_s:
@@ -187,11 +183,12 @@ def _repeated_rows(loader: Any, workers: int) -> Iterator[Finding]:
 
 
 def _alike(batch: Any, other: Any) -> bool:
-    # Batches are compared by their tensors bit by bit, and by their other plain values.
-    batches = (batch, other)
-    ours, theirs = ([*tensors_held(each)] for each in batches)
-    values, others = ([v for v in leaves_in(each) if isinstance(v, PLAIN)] for each in batches)
-    return values == others and len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
+    """Return whether two batches have the same tensors, bit by bit, and the same plain values."""
+    both = (batch, other)
+    values, others = ([v for v in leaves_in(each) if isinstance(v, PLAIN)] for each in both)
+    tensors = [[*tensors_held(each)] for each in both]
+    same_number = len(tensors[0]) == len(tensors[1])
+    return values == others and same_number and all(map(same_bits, *tensors))
 
 
 def _lock_findings(

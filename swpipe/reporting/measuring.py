@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -32,7 +33,6 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import PlanError
-from swpipe.pipeline import borrowed
 from swpipe.planning import simulate
 from swpipe.profiler import Advice, ProfileResult, TaskProfiler
 from swpipe.profiler.advice import MOST
@@ -41,8 +41,8 @@ from swpipe.profiler.measure import Pulls
 from swpipe.profiler.rank_times import waited_for
 from swpipe.profiler.sampling import MOST as MOST_SEEN
 from swpipe.profiler.spread import Estimate, mean_of
-from swpipe.profiler.trial import trial_state
-from swpipe.reporting.account import Ceiling, account_of
+from swpipe.profiler.trial import trial
+from swpipe.reporting.account import account_of
 from swpipe.reporting.examination import examine
 from swpipe.reporting.rank_forecast import rank_forecast
 from swpipe.reporting.step_report import PromisedChange, StepReport
@@ -129,22 +129,52 @@ def report_on(
     inferred = _with_recurrences(loop.inferred_plan(recording), recording.effects)
     runs_under = inferred if plan is None else replace(plan, tasks=())
     pulls = Pulls.of(loop.loader)
-    pipelined = plan is not None and plan.depth > 1
-    # All ranks measure, exchange the results, and choose the same rank: the one that others wait
-    # for.
-    own = _measure(loop, runs_under, rounds, pulls, pipelined=pipelined)
+    own = _measure(loop, runs_under, rounds, pulls)
+    page = _page_of(loop, name, runs_under, inferred, own)
+    # The ranks decide together, since the trials below are collective.
+    if any(loop.gather(page.cannot_tell)):
+        return page
+    allowed = partial(keeps_order, loop, recording)
+    page = _with_predictions(page, loop, allowed)
+    fitting = {
+        name: replace(other, tasks=())
+        for name, other in ready_made.items()
+        if {*other.schedule} == {*runs_under.schedule}
+        and dict(other.schedule) != dict(runs_under.schedule)
+        and allowed(other)
+    }
+    page = _Trials(loop, page, pulls, rounds).of_changes(fitting)
+    # The examination runs the loop serially, whatever plan the loop is under.
+    loop.progress("looking for what keeps work from overlapping")
+    findings = loop.gather(examine(loop, plan, own.profile))[page.rank]
+    return replace(page, findings=findings)
+
+
+def _page_of(
+    loop: Loop, name: str, plan: PipelinePlan, inferred: PipelinePlan, own: _Measured
+) -> StepReport:
+    """Return the account of what was measured on the rank that the other ranks wait for.
+
+    Args:
+        loop: The loop.
+        name: The name of the loop in the report.
+        plan: The plan that the loop runs under.
+        inferred: The recorded dependences.
+        own: The measurements of this rank.
+    """
+    # All ranks exchange their measurements, and choose the same rank.
     everyone: list[_Measured] = loop.gather(own)
     of_ranks = own.profile.ranks
     rank = waited_for(of_ranks, own.profile.rank_waits) if of_ranks else 0
     profile, trace, cpu_s = everyone[rank]
     streams = loop.has_streams
     account = account_of(profile, trace.critical_path(), inferred, streams=streams, cpu_s=cpu_s)
-    page = StepReport(
+    return StepReport(
         account.parts,
         account.verdict,
         account.ceiling,
         name=name,
-        plan=runs_under,
+        plan=plan,
         changes=(),
         profile=profile,
         measured=trace,
@@ -156,12 +186,20 @@ def report_on(
             "Python": platform.python_version(),
         },
     )
-    # The ranks decide together, since the trials below are collective.
-    if any(loop.gather(page.cannot_tell)):
-        return page
+
+
+def _with_predictions(
+    page: StepReport, loop: Loop, allowed: Callable[[PipelinePlan], bool]
+) -> StepReport:
+    """Add what the simulator predicts of the plan: its timeline, its memory, and many ranks.
+
+    ``allowed`` returns whether a plan keeps the numbers of the loop.
+    """
+    profile = page.profile
+    streams = loop.has_streams
     costs = replace(profile.costs, memory=loop.measure_memory())
     with suppress(PlanError):  # too large to simulate
-        predicted = simulate(runs_under, costs, streams=streams)
+        predicted = simulate(page.plan, costs, streams=streams)
         memory = predicted.memory
         page = replace(
             page,
@@ -170,40 +208,10 @@ def report_on(
             memory=memory if memory is not None and memory.bytes else None,
         )
     differences = profile.differences
-    if differences is not None and profile.collectives:
-        forecast = rank_forecast(
-            runs_under,
-            differences,
-            streams=streams,
-            allowed=lambda plan: keeps_order(loop, recording, plan),
-        )
-        page = replace(page, forecast=forecast)
-    trials = _Trials(loop, runs_under, pulls, rounds, profile.baseline_s)
-    changes, not_kept = trials.of_advice(profile, page.ceiling)
-    is_advised = any(change.advice.plan for change in changes)
-    # A plan was promised to save time and did not. The ceiling is corrected, because the cause of
-    # the failure limits other plans as well.
-    if not_kept and not is_advised:
-        why = trials.why_in_vain(profile, not_kept)
-        ceiling = page.ceiling.after_trials(not_kept.values(), why.cause)
-        page = replace(page, in_vain=why.text, ceiling=ceiling)
-    # Ready-made plans are a fallback: they are tried only if the advice contains no plan but the
-    # ceiling says that one could help.
-    if account.ceiling.is_worth_it and not is_advised:
-        fitting = {
-            name: replace(plan, tasks=())
-            for name, plan in ready_made.items()
-            if {*plan.schedule} == {*runs_under.schedule}
-            and dict(plan.schedule) != dict(runs_under.schedule)
-            and keeps_order(loop, recording, plan)
-        }
-        tried = trials.saved(fitting)
-        changes = (*trials.best(fitting, tried), *changes)[:MOST]
-        not_kept = {**not_kept, **tried}
-    # The examination runs the loop serially, whatever plan the loop is under.
-    loop.progress("looking for what keeps work from overlapping")
-    findings = loop.gather(examine(loop, plan, own.profile))[rank]
-    return replace(page, changes=changes, findings=findings, not_kept=not_kept)
+    if differences is None or not profile.collectives:
+        return page
+    forecast = rank_forecast(page.plan, differences, streams=streams, allowed=allowed)
+    return replace(page, forecast=forecast)
 
 
 class _Measured(NamedTuple):
@@ -217,25 +225,20 @@ class _Measured(NamedTuple):
     cpu_s: float
 
 
-def _measure(
-    loop: Loop, plan: PipelinePlan, rounds: int | None, pulls: Pulls | None, *, pipelined: bool
-) -> _Measured:
+def _measure(loop: Loop, plan: PipelinePlan, rounds: int | None, pulls: Pulls) -> _Measured:
     """Trace some iterations and profile the loop, and restore the state."""
     loop.progress("recording a timeline")
     with loop.opened(plan) as pipe:
-        batches: Iterator[Any] = cycle(loop.batches)
-        if pulls is not None:
-            pulls.measure()
-            batches = pulls.batches()
-        with trial_state(pipe, loop.batches[0], None).trial(), borrowed(pipe):
+        pulls.measure()
+        batches: Iterator[Any] = pulls.batches() if pulls.has_loader else cycle(loop.batches)
+        with trial(pipe, loop.batches[0]):
             pipe.run(islice(batches, _WARM_UP))
             timed_s = pipe.run(islice(batches, _WARM_UP)).seconds
             # Ranks must run the same number of iterations, so the slowest one determines it.
             step_s = max(loop.gather(max(timed_s, _LEAST_S) / _WARM_UP))
             steps = min(_MOST_TRACED, max(_LEAST_TRACED, int(_TRACED_S / step_s)))
-            if pulls is not None:
-                steps = pulls.in_turns(steps)
-                pulls.settle(steps, drain=True)
+            steps = pulls.in_turns(steps)
+            pulls.settle(steps, drain=True)
             # CPU time of the process includes its own threads, but not the loader's worker
             # processes.
             begin_s = time.process_time()
@@ -246,7 +249,7 @@ def _measure(
         profile = TaskProfiler(pipe, loader=pulls).profile_loop(
             loop.batches,
             num_rounds=ROUNDS if rounds is None else rounds,
-            pipelined=pipelined,
+            pipelined=plan.depth > 1,  # an inferred plan is the plain loop
             seconds=_PROFILE_S if rounds is None else None,
         )
     # Threads of OpenMP may use a core while they wait, so with several of them the CPU time says
@@ -272,67 +275,74 @@ def _with_recurrences(inferred: PipelinePlan, effects: EffectTable) -> PipelineP
 
 
 class _Trials(NamedTuple):
-    """Trials of plans, alternately with the present one, whose step takes ``step_s``."""
+    """Trials of plans for a report, alternately with the present plan."""
 
     loop: Loop
-    plan: PipelinePlan
-    pulls: Pulls | None
+    page: StepReport
+    pulls: Pulls
     rounds: int | None
-    step_s: float
 
-    def of_advice(
-        self, profile: ProfileResult, ceiling: Ceiling
-    ) -> tuple[tuple[PromisedChange, ...], dict[str, Estimate]]:
-        """Return the advised changes with their trials, and the plans that saved nothing.
+    def of_changes(self, ready_made: Mapping[str, PipelinePlan]) -> StepReport:
+        """Return the report with the advised changes, their trials, and plans that saved nothing.
 
-        No plan promises more than the ceiling.
+        Ready-made plans are a fallback: they are tried only if the advice contains no plan but the
+        ceiling says that one could help.
         """
+        page = self.page
+        profile = page.profile
+        ceiling = page.ceiling
         plans = {each.change: each.plan for each in profile.advice if each.plan is not None}
         tried = self.saved(plans)
         not_kept = {change: saved for change, saved in tried.items() if not saved.is_clear}
         changes = []
         for each in profile.advice:
+            # No plan promises more than the ceiling.
             most_s = min(each.saved_s, ceiling.saved_s) if each.plan else each.saved_s
             # A change without a plan cannot be tried, so it stays with its promise alone.
             if each.change not in not_kept:
                 advice = replace(each, saved=replace(each.saved, value_s=most_s))
                 changes.append(PromisedChange(advice, tried.get(each.change)))
-        return (*changes,), not_kept
+        if any(change.advice.plan for change in changes):
+            return replace(page, changes=(*changes,), not_kept=not_kept)
+        # A plan was promised to save time and did not. The ceiling is corrected, because the cause
+        # of the failure limits other plans as well.
+        if not_kept:
+            why = self.why_in_vain(not_kept)
+            corrected = ceiling.after_trials(not_kept.values(), why.cause)
+            page = replace(page, in_vain=why.text, ceiling=corrected)
+        if ceiling.is_worth_it:
+            tried = self.saved(ready_made)
+            changes = [*self.best(ready_made, tried), *changes][:MOST]
+            not_kept |= tried
+        return replace(page, changes=(*changes,), not_kept=not_kept)
 
     def saved(self, plans: Mapping[str, PipelinePlan]) -> dict[str, Estimate]:
         """Return how much shorter an iteration is under each of the plans."""
         if not plans:
             return {}
         self.loop.progress(f"trying {'; '.join(plans)}")
-        every = {NOW: self.plan, **plans}
-        window = self._window(1 + len(plans))
-        # Long steps get fewer rounds; the number depends on ``step_s``, which is the same on all
-        # ranks.
-        turn_s = len(every) * window.iterations * self.step_s
-        fits = int(_TRIAL_S / turn_s) if turn_s else ROUNDS
-        turns = self.rounds or min(ROUNDS, max(LEAST_ROUNDS, fits))
+        every = {NOW: self.page.plan, **plans}
+        # Long steps get shorter windows, through fewer of the batches, and then fewer rounds. All
+        # ranks have the same page, so they run the same iterations.
+        each_s = len(every) * self.page.profile.baseline_s
+        fits = int(_TRIAL_S / each_s) if each_s else LEAST_ROUNDS * MOST_SEEN
+        window = self.loop.through(max(1, fits // LEAST_ROUNDS - Window().num_warmup))
+        turns = self.rounds or min(ROUNDS, max(LEAST_ROUNDS, fits // window.iterations))
         rounds = [self.loop.try_round(every, turn, self.pulls, window) for turn in range(turns)]
         # Differences are taken within a round, where the machine was in the same state.
         return {name: mean_of([took_s[NOW] - took_s[name] for took_s in rounds]) for name in plans}
 
-    def why_in_vain(self, profile: ProfileResult, tried: Mapping[str, Estimate]) -> Contention:
+    def why_in_vain(self, tried: Collection[str]) -> Contention:
         """Run a plan that did not save the promised time, and return what its tasks wait for."""
         loop = self.loop
+        profile = self.page.profile
         loop.progress("looking for what tasks share that does not show in their costs")
         # The first plan of the advice promised most, so its failure is the most informative.
         plan = next(each.plan for each in profile.advice if each.plan and each.change in tried)
-        with loop.opened(plan) as pipe:
-            saved = trial_state(pipe, loop.batches[0], None)
-            with saved.trial(), borrowed(pipe):
-                batches = loop.batches.section(0, Window().num_measure)
-                alone = {name: task.thread for name, task in profile.tasks.items()}
-                return contention(pipe, batches, alone)
-
-    def _window(self, plans: int) -> Window:
-        """Return a window through the loop's batches, or through as many as fit in the time."""
-        round_s = LEAST_ROUNDS * plans * self.step_s
-        fits = int(_TRIAL_S / round_s) if round_s else MOST_SEEN
-        return self.loop.through(max(1, fits - Window().num_warmup))
+        with loop.opened(plan) as pipe, trial(pipe, loop.batches[0]):
+            batches = loop.batches.section(0, Window().num_measure)
+            alone = {name: task.thread for name, task in profile.tasks.items()}
+            return contention(pipe, batches, alone)
 
     def best(
         self, plans: Mapping[str, PipelinePlan], tried: Mapping[str, Estimate]
@@ -341,12 +351,12 @@ class _Trials(NamedTuple):
 
         The best of several plans was also lucky, so its first result is too high.
         """
-        for name in sorted(tried, key=lambda name: -tried[name].value_s)[:1]:
-            if tried[name].is_clear:
-                # The second trial does not depend on the selection, so its result is unbiased.
-                again = self.saved({name: plans[name]})[name]
-                if again.is_clear:
-                    words = f"run it under the ready-made plan {name}"
-                    advice = Advice(words, "", tried[name], plan=plans[name])
-                    return (PromisedChange(advice, again),)
-        return ()
+        clear = {name: saved for name, saved in tried.items() if saved.is_clear}
+        if not clear:
+            return ()
+        name = max(clear, key=lambda name: clear[name].value_s)
+        # The second trial does not depend on the selection, so its result is unbiased.
+        again = self.saved({name: plans[name]})[name]
+        words = f"run it under the ready-made plan {name}"
+        advice = Advice(words, "", tried[name], plan=plans[name])
+        return (PromisedChange(advice, again),) if again.is_clear else ()

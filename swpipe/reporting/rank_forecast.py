@@ -47,6 +47,7 @@ class RankForecast:
         """The forecast in sentences: the waits, the gain of slack, the slowest rank and task."""
         few = self.few
         many = self.many
+        # A wait that comes out below 0 is none.
         waits = [max(0.0, step.slowest_us) / step.step_us for step in (few, many)]
         saved = 1 - self.slack_us / many.step_us
         slack = f"; with {self.slack} {saved:.0%} less" if saved > _WORTH_IT else ""
@@ -88,6 +89,7 @@ def rank_forecast(
         may_run_ahead=plan.run_ahead is None,
         allowed=allowed,
     )
+    # Both steps are those of the present plan: only the number of ranks differs.
     return RankForecast(
         differences,
         few=rank_step(program, costs, ranks),

@@ -21,7 +21,7 @@ from swpipe.profiler.rank_times import host_ends, step_ends
 from swpipe.profiler.sampling import pattern_of
 from swpipe.profiler.spread import Estimate, short_ms
 from swpipe.reporting.account import LOADER, START, WORTH, StepAccount
-from swpipe.reporting.charts import SHOWN, exposed_chart, shown_name, timeline_chart
+from swpipe.reporting.charts import SHOWN, shown_name, timeline_chart
 from swpipe.reporting.finding import Finding
 from swpipe.reporting.rank_forecast import RankForecast
 from swpipe.trace import PeakMemory, Trace
@@ -284,16 +284,11 @@ def page_of(report: StepReport) -> str:
     environment.filters |= {"name": shown_name, "href": _data_url}
     template = environment.from_string((place / "page.html").read_text(encoding="utf-8"))
     iterations = len({span.iteration for span in report.measured.spans})
-    exposures = report.profile.exposures
     ranks = report.profile.ranks
     return template.render(
         report=report,
         style=(place / "page.css").read_text(encoding="utf-8"),
         rows=list(_rows(report)),
-        exposed=exposed_chart(report.profile),
-        # Tasks whose exposed time may be 0 would be bars without a meaning, so the page lists their
-        # names.
-        hidden=[shown_name(name) for name, time in exposures.items() if not time.is_clear],
         timeline=timeline_chart(_timelines(report)),
         shown=f"{min(SHOWN, iterations)} steady iterations of {iterations}",
         ranks=[("step", step_ends(ranks)), *host_ends(ranks).items()] if len(ranks) > 1 else [],

@@ -44,8 +44,8 @@ _FIXED = (
 )
 
 
-class WaitRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records waits and copies while it is active.
+class WaitRecorder(OperatorRecorder, Observer):  # type: ignore[no-untyped-call]
+    """An observer of serial iterations that records waits and copies while a task runs.
 
     Attributes:
         task: The task that runs.
@@ -58,6 +58,13 @@ class WaitRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         self.task = ""
         self.findings: Counter[Finding] = Counter()
         self.computing: set[str] = set()
+
+    def start(self, ins: Instruction, iteration: int) -> None:
+        self.task = ins.task
+        self.__enter__()
+
+    def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
+        self.__exit__()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and record a finding if it waits."""
@@ -105,14 +112,15 @@ class WaitRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
 
     def add(self, rule: str, text: str, fix: str) -> None:
         """Record a finding at the line that runs."""
-        place = f"{_line_of(sys._getframe())}task {self.task!r}"
-        self.findings[Finding(rule, place, text, fix)] += 1
+        self.findings[Finding(rule, self._place(), text, fix)] += 1
 
     def add_unseen(self) -> None:
         """Record a wait that torch reports, unless there is a finding for the same place."""
-        place = f"{_line_of(sys._getframe())}task {self.task!r}"
-        if not any(finding.place == place for finding in self.findings):
-            self.findings[Finding(SYNC, place, f"{_WAITS}, as torch reports", _KEEP)] += 1
+        if self._place() not in {finding.place for finding in self.findings}:
+            self.add(SYNC, f"{_WAITS}, as torch reports", _KEEP)
+
+    def _place(self) -> str:
+        return f"{_line_of(sys._getframe())}task {self.task!r}"
 
 
 _WAITS = "the host waits for all work that it has queued on the device"
@@ -128,20 +136,6 @@ def _shape_depends(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
     if kwargs.get("output_size") is not None:
         return False
     return torch.Tag.dynamic_output_shape in func.tags
-
-
-class TaskWatcher(Observer):
-    """An observer that activates a recorder in every task."""
-
-    def __init__(self, recorder: WaitRecorder) -> None:
-        self._recorder = recorder
-
-    def start(self, ins: Instruction, iteration: int) -> None:
-        self._recorder.task = ins.task
-        self._recorder.__enter__()
-
-    def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
-        self._recorder.__exit__()
 
 
 @contextmanager

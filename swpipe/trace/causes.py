@@ -48,6 +48,7 @@ class Causes:
         self._before: dict[int, Span] = {}
         self._of: dict[tuple[str, int, str], Span] = {}
         self._needed: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        self._in_iteration: dict[int, list[Span]] = defaultdict(list)
         for arrow in arrows:
             self._needed[arrow.consumer].append((arrow.producer, arrow.distance))
         last: dict[object, Span] = {}
@@ -57,8 +58,6 @@ class Causes:
             last[span.row] = span
             # The last span of this kind counts, if a task has several.
             self._of[span.task, span.iteration, span.row.kind] = span
-        self._in_iteration: dict[int, list[Span]] = defaultdict(list)
-        for span in spans:
             self._in_iteration[span.iteration].append(span)
 
     def of(self, span: Span, visited: Collection[int] = ()) -> Cause:

@@ -43,6 +43,7 @@ def chart(panels: Sequence[Panel], width: int = 100) -> str:
         ValueError: ``width`` is too narrow for the rows.
     """
     panels = [panel.from_zero() for panel in panels]
+    # All panels have one margin and one scale, so that their times can be compared.
     margin = max(len(row.label) for panel in panels for row in rows_of(panel.spans))
     cells = width - margin - len(GAP)
     if cells < MIN_CELLS:
@@ -89,6 +90,7 @@ def _box(item: _Item, cells: int) -> str:
 def _axis(cells: int, cell_ms: float) -> str:
     """Return ticks at round milliseconds; the first one has the unit."""
     least = MIN_TICK_CELLS * cell_ms
+    # The largest power of ten that is not wider than the least distance of two ticks.
     power = 10.0 ** math.floor(math.log10(least))
     # 1, 2 or 5 times a power of ten: the first distance that is wide enough.
     step_ms = next(power * n for n in (1, 2, 5, 10) if n == 10 or power * n >= least)
@@ -97,6 +99,7 @@ def _axis(cells: int, cell_ms: float) -> str:
     for tick in range(1, int(cells * cell_ms / step_ms) + 1):
         mark = f"{tick * step_ms:.{places}f}"
         at = round(tick * step_ms / cell_ms)
+        # A tick at the right edge may have no room for its figure.
         if at + len(mark) <= cells:
             line = line.ljust(at) + mark
     return line

@@ -129,7 +129,8 @@ def _span(event: Event, row: Row) -> Span:
     """Return the span of an event, with all of its values checked."""
     about = event["args"]
     start_ns, duration_ns, wait_ns = map(_ns, (event["ts"], event["dur"], about["wait_us"]))
-    iteration = _count(about["iteration"], "iteration")
+    iteration = about["iteration"]
+    _check(type(iteration) is int and 0 <= iteration < 2**63, iteration, "iteration")
     _check(isinstance(row.name, str) and is_label(row.name), row.name, "thread group or stream")
     _check(duration_ns >= 0 and wait_ns >= 0, (duration_ns, wait_ns), "length and wait")
     return Span(_task(event["name"]), iteration, row, start_ns, start_ns + duration_ns, wait_ns)
@@ -149,11 +150,6 @@ def _arrow(data: Sequence[Any]) -> Arrow:
     producer, consumer, distance = data
     _check(type(distance) is int and abs(distance) <= MOST_ITERATIONS, distance, "distance")
     return Arrow(_task(producer), _task(consumer), distance)
-
-
-def _count(value: int, what: str) -> int:
-    _check(type(value) is int and 0 <= value < 2**63, value, what)
-    return value
 
 
 def _ns(us: float) -> int:

@@ -187,8 +187,6 @@ def traced(
 class _Log:
     """The records of one thread."""
 
-    __slots__ = ("arrived", "closed", "lock", "runs", "start_ns", "streams", "wait_ns")
-
     def __init__(self, clock: DeviceClock | None, *, closed: bool) -> None:
         self.lock = threading.Lock()
         self.closed = closed

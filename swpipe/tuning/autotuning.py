@@ -18,7 +18,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import gather
 from swpipe._distributed.shared_cores import cores
@@ -46,7 +45,7 @@ from swpipe.planning.simulation.simulator import peak_of, simulate
 from swpipe.profiler import measure_costs, measure_memory
 from swpipe.profiler.measure import Pulls, WindowTimer, length_of
 from swpipe.profiler.memory_use import ITERATIONS as MEMORY_ITERATIONS
-from swpipe.profiler.other_load import OtherLoad, load_so_far
+from swpipe.profiler.other_load import OtherLoad, disturbance, load_so_far
 from swpipe.profiler.sampling import MOST, Sample
 from swpipe.profiler.trial import trial_state
 from swpipe.tuning.budget import Budget, Window
@@ -107,9 +106,9 @@ class Tuned:
             f"{counted(self.plan.depth, 'iteration')} in flight, "
             f"{counted(self.plan.threads, 'thread')}: {self.chosen.name}"
         )
-        busy = [load.text] if (load := self.other_load) is not None and load.is_busy else []
         why = (f"  {sentence}" for sentence in self.why)
-        return "\n".join((*busy, head, *why, table(titles, rows)))
+        lines = (disturbance(self.other_load), head, *why, table(titles, rows))
+        return "\n".join(filter(None, lines))
 
     def __str__(self) -> str:
         return self.format()
@@ -163,9 +162,7 @@ class Loop:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
-        if self.over_ranks is not None:
-            return self.over_ranks(value)
-        return gather(value) if dist.is_available() and dist.is_initialized() else [value]
+        return (self.over_ranks or gather)(value)
 
     @property
     def has_streams(self) -> bool:
@@ -177,6 +174,11 @@ class Loop:
         return SWPipeline(
             plan, self.tasks, device=self.device, context=self.context, check_effects=False
         )
+
+    def announce(self, line: str) -> None:
+        """Announce the next step, on the bar too."""
+        self.budget.bar.set_description(line)
+        self.progress(line)
 
     def predicted_us(self, plan: PipelinePlan, costs: CostModel) -> float:
         """Return the interval of a plan that the simulator predicts."""
@@ -190,12 +192,15 @@ class Loop:
 
     def record(self) -> Recording:
         """Record two serial iterations: what the tasks touch, on any rank."""
-        self.budget.show(self.progress, "recording what the tasks touch")
-        batch = self.batches[0]
-        device = self.device
-        context = self.context
+        self.announce("recording what the tasks touch")
         with self.budget.spending(_RECORDED):
-            own = record(self.tasks, batch, device=device, context=context, loader=self.loader)
+            own = record(
+                self.tasks,
+                self.batches[0],
+                device=self.device,
+                context=self.context,
+                loader=self.loader,
+            )
         # A loader that was not recorded is assumed to touch what the loop's body touches, unless it
         # is apart.
         effects = with_the_others(own.effects, own.effects[BODY], apart=self.apart, body=True)
@@ -206,13 +211,19 @@ class Loop:
     def measure(self, plan: PipelinePlan, until: float = 1.0) -> CostModel:
         """Measure the tasks' costs while ``plan`` runs, by a fraction of the time limit."""
         budget = self.budget
-        budget.show(self.progress, "measuring what the tasks cost")
+        self.announce("measuring what the tasks cost")
         windows = _WINDOWS + 2 * self.has_streams
         window = budget.window(windows, until, self.through())
         batches = Sample.of(self.batches, self._cycle(window))
         with self.opened(plan) as pipe, budget.spending(windows * window.iterations):
-            about: Any = {"pipelined": plan.depth > 1, "loader": self.loader}
-            own = measure_costs(pipe, batches, *window, state=self.state, **about)
+            own = measure_costs(
+                pipe,
+                batches,
+                *window,
+                pipelined=plan.depth > 1,
+                state=self.state,
+                loader=self.loader,
+            )
         # The mean over ranks, for the reason given in the module's docstring.
         mean = CostModel.mean(self.gather(own))
         return replace(mean, memory=self.memory)
@@ -225,10 +236,17 @@ class Loop:
         ``keep`` is that of the plan. ``effects`` are used for tasks that do not declare what they
         use.
         """
-        self.budget.show(self.progress, "measuring what the tasks hold")
+        self.announce("measuring what the tasks hold")
         with self.budget.spending(MEMORY_ITERATIONS):
-            about: Any = {"device": self.device, "context": self.context, "state": self.state}
-            own = measure_memory(self.tasks, self.batches[:1], keep=keep, effects=effects, **about)
+            own = measure_memory(
+                self.tasks,
+                self.batches[:1],
+                device=self.device,
+                context=self.context,
+                state=self.state,
+                keep=keep,
+                effects=effects,
+            )
         names = [task.name for task in self.tasks]
         # A single plan serves all ranks, so the rank with the largest peak decides.
         everyone: list[TaskMemory] = self.gather(own)
@@ -258,8 +276,7 @@ class Loop:
     ) -> dict[str, float]:
         """Run a window of each plan, and return the mean seconds of its iterations."""
         pulls = Pulls.of(loader)
-        if pulls is not None:
-            pulls.measure()
+        pulls.measure()
         means_s = {}
         # All pipelines stay open during the trial, so that no window includes the start of threads.
         # The state is the same for all plans, since they run the same tasks.
@@ -276,13 +293,13 @@ class Loop:
 
     def through(self, fits: int = MOST) -> Window:
         """Return a window through the batches, and through a pass of the loader if that fits."""
-        length = 0 if self.loader is None else length_of(self.loader)
+        length = length_of(self.loader)
         return Window().through(length if 0 < length <= fits else min(len(self.batches), fits))
 
     def _cycle(self, window: Window) -> int:
         """Return the number of batches that a window uses cyclically."""
         # If a window is a whole pass, the batches must divide it, or some would come more often.
-        if self.loader is not None and length_of(self.loader) == window.num_measure:
+        if length_of(self.loader) == window.num_measure:
             return int(self.batches.dividing(window.num_measure))
         return window.num_measure
 
@@ -359,7 +376,7 @@ def autotune(
         apart=is_apart(batches if loader is None else loader),
         ranks=ranks,
     )
-    return tune(loop, limits or Limits(), ready_made, seconds, verbose=True)
+    return tune(loop, limits or Limits(), ready_made, seconds)
 
 
 def tune(
@@ -367,12 +384,10 @@ def tune(
     limits: Limits,
     ready_made: Mapping[str, PipelinePlan],
     seconds: float | None = None,
-    *,
-    verbose: bool = False,
 ) -> Tuned:
     """Choose a plan for a loop with more facts than ``autotune`` takes; see ``autotune``."""
     # Rank 0 decides in questions of time, since clocks differ.
-    budget = Budget(seconds, verbose=verbose, agree=lambda own: float(loop.gather(own)[0]))
+    budget = Budget(seconds, verbose=True, agree=lambda own: float(loop.gather(own)[0]))
     loop = replace(loop, budget=budget)
     load = load_so_far()
     with budget.bar:
@@ -381,23 +396,30 @@ def tune(
         budget.expect((2 * _WINDOWS + _ROUNDS * (3 + len(ready_made))) * usual)
         loop = loop.agreed()
         recording = loop.record()
-        if load is not None and (now := load.others()) is not None and now.is_busy:
-            budget.show(loop.progress, now.text)
+        if clause := disturbance(load and load.others()):
+            loop.announce(clause)
         # The recording has found the state to restore, so later steps need not look for it.
         loop = replace(loop, state=recording.owners)
         loop = replace(loop, memory=loop.measure_memory())
         inferred = loop.inferred_plan(recording)
-        alone = costs = loop.measure(inferred, _MEASURED_BY)
+        alone = loop.measure(inferred, _MEASURED_BY)
+        costs = alone
         planned = [_planned(PLANNED, loop, inferred, recording, costs, limits)]
         if planned[0].plan.depth > 1 and budget.allows(0, _MEASURED_BY):
             # Tasks that run side by side slow each other down, so costs are measured once more
             # under the plan, and a second plan is made from them.
             costs = loop.measure(planned[0].plan, _AGAIN_BY)
             planned.append(_planned(PLANNED_AGAIN, loop, inferred, recording, costs, limits))
+        # Costs do not say which tasks wait and which compute. Those that compute need no more
+        # workers than the cores of rank 0, whose plan is used.
+        workers = loop.gather(cores())[0]
+        if any(each.plan.most_workers > workers for each in planned):
+            name = f"{PLANNED}, {counted(workers, 'worker')}"
+            fewer = replace(limits, workers=workers)
+            planned.insert(0, _planned(name, loop, inferred, recording, costs, fewer))
         simple, left_out = _simple(loop, recording, costs, limits, ready_made)
-        fewer = [_on_the_cores(each, loop, costs) for each in planned]
         # The order is that of simplicity, which decides between candidates that are equally fast.
-        candidates = _try(loop, (*simple, *(each for each in fewer if each), *planned))
+        candidates = _try(loop, (*simple, *planned))
     if loop.ranks is not None:
         candidates = on_ranks(
             candidates,
@@ -411,7 +433,7 @@ def tune(
     held = peak_of(chosen.plan, costs, streams=loop.has_streams)
     why = [*explain(candidates, chosen, alone), *beside_the_others(limits, recording.effects)[1]]
     why += [*left_out, *budget.outcome(), *(() if held is None else (held.format(),))]
-    other_load = None if load is None else load.others()
+    other_load = load and load.others()
     # Two plans may have the same reasons, each of which is said once.
     return Tuned(chosen, candidates, tuple(dict.fromkeys(why)), recording, costs, other_load)
 
@@ -454,26 +476,6 @@ def _planned(
     own = Candidate(name, plan, loop.predicted_us(plan, costs), why)
     first: Candidate = loop.gather(own)[0]
     return first
-
-
-def _on_the_cores(planned: Candidate, loop: Loop, costs: CostModel) -> Candidate | None:
-    """Return the candidate with its workers limited to the cores; None if it has no more.
-
-    Tasks that compute need no more workers. The cores of rank 0 count, since its plan is used.
-    """
-    count = loop.gather(cores())[0]
-    excess = planned.plan.most_workers - count
-    if excess <= 0:
-        return None
-    schedule = {
-        name: replace(entry, workers=min(entry.workers, count))
-        for name, entry in planned.plan.schedule.items()
-    }
-    # Each worker beyond the first keeps one more iteration in flight.
-    depth = planned.plan.depth - excess
-    plan = replace(planned.plan, schedule=schedule, pipeline_depth=depth)
-    name = f"{planned.name}, {counted(count, 'worker')}"
-    return Candidate(name, plan, loop.predicted_us(plan, costs), planned.why)
 
 
 def _simple(
@@ -521,7 +523,7 @@ def keeps_order(loop: Loop, recording: Recording, plan: PipelinePlan) -> bool:
 def _try(loop: Loop, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Run all candidates in each round, in an order that alternates."""
     budget = loop.budget
-    budget.show(loop.progress, f"trying {', '.join(candidate.name for candidate in candidates)}")
+    loop.announce(f"trying {', '.join(candidate.name for candidate in candidates)}")
     plans = {candidate.name: candidate.plan for candidate in candidates}
     rounds_s: list[dict[str, float]] = []
     window = budget.window(_ROUNDS * len(plans), 1.0, loop.through())

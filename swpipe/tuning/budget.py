@@ -89,11 +89,6 @@ class Budget:
         self.bar.total = self._ran + iterations
         self.bar.refresh()
 
-    def show(self, progress: Callable[[str], object], line: str) -> None:
-        """Announce the next step, on the bar too."""
-        self.bar.set_description(line)
-        progress(line)
-
     @contextmanager
     def spending(self, iterations: int) -> Iterator[None]:
         """Count ``iterations`` iterations, which run inside the block, and their time."""

@@ -17,6 +17,7 @@ import swpipe
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.cli import main
 from swpipe.tasks.images.images_workload import IMAGES, ImageJob
+from swpipe.trace import Row, Span, Trace
 
 PLANS = IMAGES.plans
 
@@ -125,6 +126,19 @@ def test_a_timeline_is_recorded_and_drawn(
     assert "initiation interval" in out
     assert run("trace", timeline, "--output", tmp_path / "other.svg") == 0
     assert "<svg" in (tmp_path / "other.svg").read_text()
+
+
+def test_without_matplotlib_a_timeline_is_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture is an error only where one was asked for."""
+    for module in ("app", "user_inputs"):
+        monkeypatch.setattr(f"swpipe.cli.{module}.find_spec", lambda name: None)
+    Trace([Span("read", 0, Row("thread", "io"), 0, 10**6)]).save(tmp_path / "one.json")
+    assert "critical path" in out(capsys, "trace", tmp_path / "one.json")
+    assert [*tmp_path.iterdir()] == [tmp_path / "one.json"]
+    picture = ("--output", tmp_path / "one.png")
+    assert "needs matplotlib" in refused(capsys, "trace", tmp_path / "one.json", *picture)
 
 
 def test_a_plan_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

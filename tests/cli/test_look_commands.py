@@ -51,9 +51,10 @@ def test_what_cannot_be_compared_is_refused(
     RESULT.save(tmp_path / "before.json")
     OTHER.save(tmp_path / "after.json")
     (tmp_path / "odd.json").write_text('{"batch": 3}')
+    (tmp_path / "three.json").write_text("3")
     files = tmp_path / "before.json", tmp_path / "after.json"
     assert "diff: the profiles are of different batches" in refused(capsys, "diff", *files)
-    for name in ("odd.json", "gone.json"):
+    for name in ("odd.json", "three.json", "gone.json"):
         assert name in refused(capsys, "diff", tmp_path / "before.json", tmp_path / name)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 import swpipe.profiler.costing
-import swpipe.profiler.thread_costs
 from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
 from tests.support.virtual_clock import TimedHost
 
@@ -16,6 +15,12 @@ class FakeContender:
     """Had the interpreter lock for as long as tasks say that they let go of it."""
 
     held_s = 0.0
+
+    def __init__(self, host: TimedHost) -> None:
+        self.host = host
+
+    def times(self) -> tuple[float, float]:
+        return self.host.perf_counter(), self.held_s
 
     def __enter__(self) -> FakeContender:
         return self
@@ -26,9 +31,8 @@ class FakeContender:
 
 def contend(monkeypatch: pytest.MonkeyPatch, host: TimedHost) -> FakeContender:
     """Measure the need for the lock by the clock of the host; return who else wants the lock."""
-    contender = FakeContender()
+    contender = FakeContender(host)
     monkeypatch.setattr(swpipe.profiler.costing, "GilContender", lambda: contender)
-    monkeypatch.setattr(swpipe.profiler.thread_costs, "time", host)
     return contender
 
 

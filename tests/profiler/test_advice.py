@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
-from swpipe.planning import Limits, auto_plan
+from swpipe.planning import Limits, auto_plan, simulate
 from swpipe.plans import prefetch_plan
 from swpipe.profiler import Advice, ProfileResult
 from tests.profiler.sleepers import InTurn, overlapped, sleepers
@@ -216,6 +216,32 @@ def test_why_a_task_is_not_moved_is_said_in_short(host: TimedHost) -> None:
         assert "->" not in advice.text
         assert "order contradicts" not in advice.text
         assert advice.text.count("part") <= 8
+
+
+def test_more_iterations_in_flight_are_advised_before_more_threads(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second thread that reads would save only a little more than a third iteration in flight."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
+
+    def read(ctx: IterContext) -> None:
+        host.sleep(22.7e-3 if ctx.batch % 2 else 2e-3)
+
+    tasks = [PipelineTask("read", read, pure=True), *sleepers(host, train=12)]
+    schedule = {"read": TaskSchedule(thread_group="io"), "train": TaskSchedule(stage=1)}
+    about: dict[str, Any] = {"deps": [("train", "read")], "cross_iter_deps": [("train", "train")]}
+    plan = PipelinePlan(schedule, **about)
+    with SWPipeline(plan, tasks, device="cpu") as pipe:
+        result = TaskProfiler(pipe).profile_loop(range(8), num_rounds=2, pipelined=True)
+    first = result.advice[0]
+    assert first.change == "have up to 3 iterations in flight"
+    assert first.plan == replace(plan, pipeline_depth=3)
+    two_threads = schedule | {"read": TaskSchedule(thread_group="io", workers=2)}
+    intervals_us = [
+        simulate(each, result.costs, streams=False).ii_us
+        for each in (plan, first.plan, PipelinePlan(two_threads, **about))
+    ]
+    assert intervals_us == pytest.approx([17350, 12350, 12000])
 
 
 def test_limits_for_several_workers_admit_the_plan_that_was_found(

@@ -12,7 +12,7 @@ import pytest
 
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe.pipeline import borrowed
-from swpipe.profiler.measure import TimedRun, WindowTimer, _Feed
+from swpipe.profiler.measure import TimedRun, WindowTimer
 from tests.profiler.sleepers import overlapped
 
 SEEN: list[tuple[int, Any, bool]] = []
@@ -190,10 +190,11 @@ def run_on(event: type, log: list[str]) -> TimedRun:
     pipe: Any = SimpleNamespace(
         device=device,
         in_flight=1,
+        next_iteration=0,
         progress=lambda feed: SimpleNamespace(iter_idx=next(numbers)),
         drain=lambda: None,
     )
-    return TimedRun(pipe, _Feed([None], None))
+    return timer(pipe, batches=[None], pipelined=True).run()
 
 
 def test_timing_events_mark_the_ends_of_iterations() -> None:

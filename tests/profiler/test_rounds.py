@@ -11,8 +11,9 @@ import pytest
 
 from swpipe.errors import ShortcutError, UnsavedStateError
 from swpipe.profiler import rounds
-from swpipe.profiler.exposures import BASE, Kind
+from swpipe.profiler.measure import Pulls
 from swpipe.profiler.rounds import MAX_ROUNDS, Counts, Rounds
+from swpipe.profiler.spread import BASE, Kind
 
 READ, STEP = "read", "step"
 
@@ -32,7 +33,7 @@ class Machine:
     cycle = 1
     tasks = ()
     calls = ()
-    pulls = None
+    pulls = Pulls()
     device = SimpleNamespace(has_streams=False)
 
     def __init__(
@@ -158,7 +159,7 @@ def test_each_kind_is_visited_once_per_round_in_another_order() -> None:
         assert sorted(kind for kind in order if kind) == kinds
     assert len({tuple(order) for order in others}) == 4
     assert {kind: len(of) for kind, of in found.saved_s.items()} == dict.fromkeys(kinds, 4)
-    assert len(found.base_s) == 4
+    assert len(found.completed) == 4
 
 
 def test_orders_and_lengths_are_the_same_on_every_rank() -> None:
@@ -180,12 +181,12 @@ def test_a_machine_that_gets_slower_does_not_change_what_is_saved() -> None:
 
 def test_a_time_limit_is_kept() -> None:
     """At least two rounds; then as many as are over within the time."""
-    assert len(measured(Machine(), [READ], seconds=1e-9).base_s) == 2
+    assert len(measured(Machine(), [READ], seconds=1e-9).completed) == 2
     machine = Machine()
     found = measured(machine, [READ], seconds=200.0)
     warm_up_s = 10.0
     assert 170.0 < machine.now_s - warm_up_s <= 200.0
-    assert len(found.base_s) > 5
+    assert len(found.completed) > 5
 
 
 def test_time_goes_where_intervals_are_widest() -> None:
@@ -197,7 +198,7 @@ def test_time_goes_where_intervals_are_widest() -> None:
 
     machine = Machine(takes_s)
     found = measured(machine, [READ, STEP], seconds=2000.0)
-    assert len(found.saved_s[READ]) + len(found.saved_s[STEP]) == 5 + len(found.base_s)
+    assert len(found.saved_s[READ]) + len(found.saved_s[STEP]) == 5 + len(found.completed)
     assert len(found.saved_s[STEP]) > len(found.saved_s[READ]) >= 5
 
 
@@ -212,8 +213,8 @@ def test_a_target_ends_the_profile_once_it_is_reached() -> None:
     assert all(each.spread_s <= 0.3 for each in rounds.time_saved(found.saved_s).values())
     assert 5 <= len(found.saved_s[READ]) < len(found.saved_s[STEP]) < MAX_ROUNDS
     wild = Machine(lambda kind, visit: 10.0 + 5.0 * (next(noise) % 2))
-    assert len(measured(wild, [READ], target_spread_ms=1e-3).base_s) == MAX_ROUNDS
-    assert len(measured(wild, [READ], target_spread_ms=1e-3, seconds=1000.0).base_s) < 40
+    assert len(measured(wild, [READ], target_spread_ms=1e-3).completed) == MAX_ROUNDS
+    assert len(measured(wild, [READ], target_spread_ms=1e-3, seconds=1000.0).completed) < 40
 
 
 def test_ranks_do_what_the_first_one_wants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +223,7 @@ def test_ranks_do_what_the_first_one_wants(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rounds, "is_alone", lambda: False)
     monkeypatch.setattr(rounds, "gather", lambda mine: [next(wanted), mine])
     found = measured(Machine(), [READ], seconds=1e9)
-    assert len(found.base_s) == 2
+    assert len(found.completed) == 2
 
 
 def test_a_task_that_cannot_be_shortcut_does_not_lose_the_others() -> None:
@@ -234,10 +235,10 @@ def test_a_task_that_cannot_be_shortcut_does_not_lose_the_others() -> None:
     assert found.failed == {READ: error}
     assert "swpipe: while profiling with task 'read' shortcut" in error.__notes__
     assert {kind: len(of) for kind, of in found.saved_s.items()} == {STEP: 3}
-    assert len(found.base_s) == 3
+    assert len(found.completed) == 3
     assert machine.log[-1] == "|"
     alone = measured(Machine(raises={READ: error}), [READ])  # the report says what the step takes
-    assert (alone.base_s, list(alone.failed)) == ([1.0, 1.0], [READ])
+    assert (len(alone.completed), list(alone.failed)) == (2, [READ])
 
 
 def test_a_task_whose_cache_was_modified_has_no_figure() -> None:
@@ -290,5 +291,5 @@ def test_an_interrupt_keeps_the_rounds_that_are_whole() -> None:
     found = measured(machine, [READ, STEP], num_rounds=5)
     assert found.interrupted
     assert [len(of) for of in found.saved_s.values()] == [2, 2]
-    assert len(found.base_s) == 2
+    assert len(found.completed) == 2
     assert machine.log[-1] == "|"

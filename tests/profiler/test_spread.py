@@ -8,10 +8,12 @@ from statistics import fmean
 
 import pytest
 
-from swpipe.profiler.exposures import BASE, Kind, differences_in
 from swpipe.profiler.rounds import visits
 from swpipe.profiler.spread import (
+    BASE,
     Estimate,
+    Kind,
+    differences_in,
     mean_of,
     mean_of_loop,
     ms,

@@ -20,6 +20,7 @@ from swpipe import (
 )
 from swpipe.profiler import ProfileResult
 from swpipe.profiler.figures import busy_s
+from swpipe.profiler.host import ThreadTimes
 from tests.profiler.results import of_step
 from tests.profiler.sleepers import overlapped, sleeper, sleepers
 from tests.profiler.test_result import RESULT
@@ -156,6 +157,7 @@ def test_a_thread_group_is_busy_with_all_its_tasks() -> None:
     """The busiest come first among those that set the pace."""
     plan = overlapped({"io": ["read", "decode"], "copies": ["copy"], "default": ["train", "step"]})
     names = ("read", "decode", "copy", "train", "step")
-    busy = busy_s(plan, dict(zip(names, (1.0, 2.0, 9.5, 8.0, 2.0), strict=True)))
+    times = map(ThreadTimes, (1.0, 2.0, 9.5, 8.0, 2.0))
+    busy = busy_s(plan, dict(zip(names, times, strict=True)))
     assert busy == {"io": 3.0, "copies": 9.5, "default": 10.0}
     assert of_step(replace(RESULT, busy_s=busy), 10.0).limiting == ("default", "copies")

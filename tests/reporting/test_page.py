@@ -26,7 +26,9 @@ PROBE = """
     return {
         empty: SECTIONS.filter(id => box(id).height < 20 || box(id).width < 200),
         below: box("verdict").bottom, wide: document.body.scrollWidth,
-        names: texts("timeline"), bars: texts("exposed"),
+        names: texts("timeline"),
+        bars: [...document.querySelectorAll("#exposed th")].map(e => e.textContent),
+        widths: [...document.querySelectorAll("#exposed i")].map(e => e.offsetWidth),
         resources: performance.getEntriesByType("resource").map(e => e.name),
         paper: color(document.body),
         plan: await (await fetch(document.querySelector("#next a").href)).json(),
@@ -64,7 +66,9 @@ def test_the_page_works_in_a_browser(found: StepReport, tmp_path: Path) -> None:
     assert value["below"] < 400  # verdict, ceiling and next step are seen first
     assert value["wide"] <= 1100
     assert {"decode", "train"} <= {*value["names"]}
-    assert {"decode", "train"} <= {*value["bars"]}
+    assert value["bars"] == ["decode", "train", "log"]
+    assert value["widths"] == sorted(value["widths"], reverse=True)
+    assert value["widths"][-1] > 10  # log takes 1 of 20 ms
     assert value["plan"]["schedule"]["decode"] == {"thread_group": "worker 1"}
     assert "20.0" in value["total"]
     assert "100%" in value["total"]
@@ -96,10 +100,12 @@ def test_the_page_needs_nothing_else(found: StepReport) -> None:
     assert 'download="plan-1.json"' in markup
     assert "Input-bound" in markup
     assert "Run decode on a thread of its own, one iteration ahead." in markup
+    widths = re.findall(r'class="track"><i style="width:([\d.]+)%">', page)
+    assert [float(width) for width in widths] == pytest.approx([60, 35, 5])
     assert "<script" not in page
     assert len(page) < 2**20
     if find_spec("matplotlib"):
-        assert page.count("<svg") == 2
+        assert page.count("<svg") == 1
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.planning import simulate
 from swpipe.profiler import Advice
 from swpipe.profiler.figures import IterationTimes, Measurement
+from swpipe.profiler.measure import Pulls
 from swpipe.profiler.other_load import OtherLoad
 from swpipe.profiler.spread import Estimate
 from swpipe.reporting import StepReport, measuring
@@ -150,6 +151,24 @@ def test_a_ready_made_plan_that_saves_nothing_in_a_second_trial_is_not_advised(
     assert [one for one in found.changes if one.advice.plan] == []
 
 
+def test_of_ready_made_plans_that_clearly_save_time_the_best_is_advised(
+    host: TimedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one that saved more on average, but lost time in every other round."""
+    turns = itertools.count()
+
+    def took_s(loop: Any, plans: Any, *given: Any) -> dict[str, float]:
+        saved = {"steady": 2 * MS, "lucky": (-3 if next(turns) % 2 else 9) * MS}
+        return {name: 20 * MS - saved.get(name, 0.0) for name in plans}
+
+    monkeypatch.setattr(autotuning.Loop, "try_round", took_s)
+    plans = {"lucky": replace(AHEAD, pipeline_depth=3), "steady": AHEAD}
+    tasks = image_loop(host, decode=1.5, train=17)
+    found = report(tasks, range(8), ready_made=plans, rounds=4)
+    assert found.not_kept["lucky"].value_s > found.not_kept["steady"].value_s
+    assert found.next_step == "Run it under the ready-made plan steady."
+
+
 def test_why_no_plan_is_advised_is_said(host: TimedHost) -> None:
     """What the ceiling takes, why the task is not moved, and what ready-made plans gave."""
     idle = replace(AHEAD, schedule={**AHEAD.schedule, "decode": TaskSchedule(0)})
@@ -259,6 +278,7 @@ def test_no_promise_of_a_plan_is_above_the_ceiling(
     profile = replace(waiting.profile, advice=(plan, half))
     ceiling = replace(waiting.ceiling, floor_s=waiting.ceiling.step.value_s - 4 * MS)
     loop = autotuning.Loop(image_loop(TimedHost(), decode=12, train=7), range(8), "cpu")
-    changes, not_kept = measuring._Trials(loop, AHEAD, None, 2, 20 * MS).of_advice(profile, ceiling)
-    assert [one.advice.saved_s for one in changes] == pytest.approx([4 * MS, 7 * MS])
-    assert not_kept == {}
+    page = replace(waiting, plan=AHEAD, profile=profile, ceiling=ceiling)
+    page = measuring._Trials(loop, page, Pulls(), 2).of_changes({})
+    assert [each.advice.saved_s for each in page.changes] == pytest.approx([4 * MS, 7 * MS])
+    assert page.not_kept == {}

@@ -22,6 +22,7 @@ import pytest
 
 import swpipe._engine.iterations
 import swpipe.pipeline
+import swpipe.profiler.costing
 import swpipe.profiler.host
 import swpipe.profiler.measure
 import swpipe.run_report
@@ -167,6 +168,7 @@ def tell_time(
     monkeypatch.setattr(swpipe.pipeline, "Host", lambda: host)
     profiler = swpipe.profiler
     for module in (
+        profiler.costing,
         profiler.host,
         profiler.measure,
         swpipe.run_report,

@@ -479,14 +479,13 @@ def test_a_slow_task_is_tried_on_no_more_workers_than_cores_too(
     monkeypatch.setattr(autotuning, "cores", lambda: 2)
     slow = CostModel({"read": TaskCost(host_us=40_000), "train": TaskCost(host_us=10_000)})
     on_cores = f"{PLANNED}, 2 workers"
-    again = f"{PLANNED_AGAIN}, 2 workers"
     for on_two_ms, workers in ((20.0, 4), (6.0, 2)):
-        rounds = fake_trial(monkeypatch, 6.0, **{on_cores: on_two_ms, again: on_two_ms})
+        rounds = fake_trial(monkeypatch, 6.0, **{on_cores: on_two_ms})
         monkeypatch.setattr(
             Loop, "measure", lambda loop, plan, until=1.0: replace(slow, memory=loop.memory)
         )
         tuned = autotune((TASKS[0], PipelineTask("train", train)), BATCHES, device="cpu")
-        assert {*rounds[0]} == {"serial", on_cores, again, PLANNED, PLANNED_AGAIN}
+        assert rounds[0] == ("serial", on_cores, PLANNED, PLANNED_AGAIN)
         assert tuned.plan.schedule["read"].workers == workers
         assert f"{tuned.plan.threads} threads" in tuned.format()
 
