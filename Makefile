@@ -73,6 +73,8 @@ $(VENV)/.setup: pyproject.toml constraints.txt requirements-torchrec-cpu.txt | $
 	@echo "Installing swpipe, and all that its tests and pages need, into $(VENV)."
 	@$(call install,$(SWPIPE) '.[dev]')
 	@$(call install,$(TORCHREC_CPU))
+	@echo "Compiling what the tests import."
+	@$(BIN)/python -W ignore -c 'from tests.support.servers import IMPORTED, import_all; [*map(import_all, IMPORTED)]'
 	@touch $(STAMPS) $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.python

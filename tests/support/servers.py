@@ -175,7 +175,7 @@ class Server:
             if self._owner in ready:
                 os._exit(0)
             if not self._has_imported:
-                _import(self._kind)
+                import_all(self._kind)
                 self._has_imported = True
             for kind in [kind for kind, one in self._listeners.items() if one in ready]:
                 if kind != self._kind:
@@ -232,7 +232,8 @@ class Server:
         self._running = []
 
 
-def _import(kind: str) -> None:
+def import_all(kind: str) -> None:
+    """Import what processes of this kind find imported."""
     for name in IMPORTED[kind]:
         with suppress(ImportError, AttributeError):  # what is not installed
             module = import_module(name)
