@@ -12,7 +12,6 @@ asks. The kinds beyond the first are forked from it. Servers end with the proces
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import os
 import select
@@ -27,6 +26,8 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.support import garbage
 
 ROOT = Path(__file__).parents[2]
 
@@ -239,8 +240,7 @@ def import_all(kind: str) -> None:
             module = import_module(name)
             for public in getattr(module, "__all__", ()):  # some are loaded when first asked for
                 getattr(module, public)
-    gc.collect()
-    gc.freeze()  # else the shutdown of every process searches all that was imported
+    garbage.freeze()  # else the shutdown of every process searches all that was imported
 
 
 if __name__ == "__main__":
