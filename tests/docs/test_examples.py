@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import shutil
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -193,6 +194,7 @@ def test_a_report_prints_what_its_page_shows(
     """Of the reader's own loop; on a virtual clock, since a report profiles it many times."""
     copy_of_my_loop(tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_loop", raising=False)  # another test's
     host = TimedHost()
     tell_time(monkeypatch, host)
     monkeypatch.setattr(time, "sleep", host.sleep)
