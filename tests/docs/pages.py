@@ -16,8 +16,11 @@ PAGES = sorted(
     if "_build" not in page.relative_to(ROOT).parts
 )
 
-_LESS = {"README.md": ("torch.randint(50, (1600,", "torch.randint(50, (320,")}
-"""What takes long for figures that no test compares, and less of it, by page."""
+_LESS = {
+    "README.md": ("torch.randint(50, (1600,", "torch.randint(50, (320,"),
+    "rollouts.py": ("worker_processes(rollout, 4)", "worker_processes(rollout, 2)"),
+}
+"""What takes long for figures that no test compares, and less of it, by page or example."""
 
 _FENCE = re.compile(r"^(`{3,}|:{3,})([^\n]*)\n(.*?)^\1 *$", re.DOTALL | re.MULTILINE)
 
@@ -80,10 +83,10 @@ def printed_by(page: Path) -> list[tuple[Block, Block | None]]:
     ]
 
 
-def quicker(page: Path, code: str) -> str:
-    """The code of a page, with less of what takes long."""
-    if page.name in _LESS:
-        long, short = _LESS[page.name]
+def quicker(path: Path, code: str) -> str:
+    """The code of a page or example, with less of what takes long."""
+    if path.name in _LESS:
+        long, short = _LESS[path.name]
         assert long in code
         code = code.replace(long, short)
     return code

@@ -130,7 +130,12 @@ def test_an_example_with_times_runs_on_a_virtual_clock(
 )
 def test_an_example_runs_and_prints_what_its_page_shows(script: Path, tmp_path: Path) -> None:
     """Each example ends well; its output is that of the .txt beside it, where there is one."""
-    printed = run(script, tmp_path)
+    code = script.read_text(encoding="utf-8")
+    ran = script
+    if (less := quicker(script, code)) != code:
+        ran = tmp_path / script.name
+        ran.write_text(less, encoding="utf-8")
+    printed = run(ran, tmp_path)
     shown = script.with_suffix(".txt")
     if shown.exists():
         assert printed == shown.read_text(encoding="utf-8")
