@@ -13,8 +13,8 @@ from swpipe.tuning.autotuning import Loop
 
 _SEEN = 20  # batches of a loader
 
-_PROFILE_S = 1.0
-"""Seconds of a profile; without a limit, visits get longer where a busy machine varies times."""
+_PROFILE_S = 0.3
+"""Seconds of a profile. Without a limit, visits grow where a busy machine makes times vary."""
 
 
 def examined(
