@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 
-_MANY = 50_000
+MANY = 50_000
 """So many objects are searched in a hundredth of a second."""
 
 
@@ -20,5 +20,5 @@ def freeze() -> None:
 
 def freeze_if_many() -> None:
     """The same where there is much, as after an import."""
-    if len(gc.get_objects()) > _MANY:
+    if len(gc.get_objects()) > MANY:
         freeze()
