@@ -73,6 +73,8 @@ $(VENV)/.setup: pyproject.toml constraints.txt requirements-torchrec-cpu.txt | $
 	@echo "Installing swpipe, and all that its tests and pages need, into $(VENV)."
 	@$(call install,$(SWPIPE) '.[dev]')
 	@$(call install,$(TORCHREC_CPU))
+	@echo "Compiling what the tests import."
+	@$(BIN)/python -W ignore -c 'from tests.support.servers import IMPORTED, import_all; [*map(import_all, IMPORTED)]'
 	@touch $(STAMPS) $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.python
@@ -136,11 +138,11 @@ OTHER := .venv-torch-$(TORCH)-torchrec-$(TORCHREC)
 OF_TORCH := ^(torch|torchrec|fbgemm[_-]gpu-cpu|triton|setuptools|pip)==|^(nvidia|cuda)-
 
 $(OTHER)/.test: constraints.txt | $(VENV)/.python
-	$(PYTHON) -m venv $(OTHER)
+	@$(PYTHON) -m venv --without-pip $(OTHER)
 	@grep -v -i -E '^#|$(OF_TORCH)' constraints.txt >$(OTHER)/others.txt
 	@echo "Installing torch $(TORCH) and TorchRec $(TORCHREC) into $(OTHER)."
-	@$(UNPINNED) $(OTHER)/bin/python -m pip install --quiet --no-compile torch==$(TORCH)
-	@$(UNPINNED) $(OTHER)/bin/python -m pip install --quiet --no-compile --no-deps \
+	@$(UNPINNED) $(BIN)/python -m pip --python $(OTHER) install --quiet --no-compile torch==$(TORCH)
+	@$(UNPINNED) $(BIN)/python -m pip --python $(OTHER) install --quiet --no-compile --no-deps \
 	  -r $(OTHER)/others.txt torchrec==$(TORCHREC) fbgemm-gpu-cpu==$(FBGEMM)
 	@echo "Compiling what the tests import of them."
 	-@$(OTHER)/bin/python -W ignore -c 'import torch._dynamo, torchrec'  # the tests say what fails

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -13,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.support import budget, servers
+from tests.support import budget, garbage, servers
 from tests.support.ranks import Ranks
 from tests.support.scripts import Scripts
 
@@ -71,24 +70,14 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_finish() -> None:
-    """The collector need not search all that was imported again and again.
-
-    That takes a quarter of a second, and each iteration that is recorded collects.
-    """
-    gc.collect()
-    gc.freeze()
+    """All that was collected is there for ever."""
+    garbage.freeze()
     gc.enable()
 
 
-_FROZEN: set[str] = set()
-
-
 def pytest_runtest_logfinish() -> None:
-    """The same for torch's compiler, which the first optimizer of a process imports."""
-    if "torch._dynamo" in sys.modules and not _FROZEN:
-        _FROZEN.add("torch._dynamo")
-        gc.collect()
-        gc.freeze()
+    """So is what a test has imported."""
+    garbage.freeze_if_many()
 
 
 GRACE_S = 20.0

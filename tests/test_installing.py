@@ -63,10 +63,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     As ``pip install --editable .`` does it, by the same build backend.
     """
     folder = tmp_path_factory.mktemp("editable")
-    written_meanwhile = (".hypothesis", ".pytest_cache", "__pycache__")  # by other tests
-    left_out = shutil.ignore_patterns(
-        ".git", ".venv*", "build", "dist", "_build", *written_meanwhile
-    )
+    # By other tests, and by lint and docs beside them; what Python is writing has two suffixes.
+    written_meanwhile = (".hypothesis", ".*_cache", "*.pyc.*", "build", "dist", "_build", "out")
+    left_out = shutil.ignore_patterns(".git", ".venv*", *written_meanwhile)
     shutil.copytree(ROOT, folder / "swpipe", symlinks=True, ignore=left_out)
     build = "from setuptools import build_meta; build_meta.build_editable('dist')"
     built = run([sys.executable, "-c", build], folder / "swpipe")

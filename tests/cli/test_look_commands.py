@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.cli.test_plan_commands import here
 from tests.profiler.results import measured, of_step
 from tests.profiler.test_result import OTHER, RESULT
 from tests.support.bare import bare_environment
+from tests.support.virtual_clock import TimedHost, tell_time
 
 __all__ = ["here"]  # the fixture
 
@@ -66,8 +68,13 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("idle")
-def test_a_report_on_ones_own_loop(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_on_ones_own_loop(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As JSON, and the page is where the user wants it; ``tests/docs`` looks at the text."""
+    host = TimedHost()
+    tell_time(monkeypatch, host)
+    monkeypatch.setattr(time, "sleep", host.sleep)
     page = here / "out" / "my.html"
     args = ("my_loop:slowly_loaded", "-o", page, "--rounds", 2, "--json")
     data = json.loads(out(capsys, "report", *args))

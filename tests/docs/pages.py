@@ -16,6 +16,12 @@ PAGES = sorted(
     if "_build" not in page.relative_to(ROOT).parts
 )
 
+_LESS = {
+    "README.md": ("torch.randint(50, (1600,", "torch.randint(50, (320,"),
+    "rollouts.py": ("worker_processes(rollout, 4)", "worker_processes(rollout, 2)"),
+}
+"""What takes long for figures that no test compares, and less of it, by page or example."""
+
 _FENCE = re.compile(r"^(`{3,}|:{3,})([^\n]*)\n(.*?)^\1 *$", re.DOTALL | re.MULTILINE)
 
 _INCLUDED = re.compile(r"\{literalinclude\} *\.\./examples/([\w.]+)")
@@ -75,3 +81,12 @@ def printed_by(page: Path) -> list[tuple[Block, Block | None]]:
         for block, after in zip_longest(some, some[1:])
         if block.runs and re.search(r"\bprint(_report)?\(", block.code)
     ]
+
+
+def quicker(path: Path, code: str) -> str:
+    """The code of a page or example, with less of what takes long."""
+    if path.name in _LESS:
+        long, short = _LESS[path.name]
+        assert long in code
+        code = code.replace(long, short)
+    return code

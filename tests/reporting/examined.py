@@ -13,6 +13,9 @@ from swpipe.tuning.autotuning import Loop
 
 _SEEN = 20  # batches of a loader
 
+_PROFILE_S = 0.3
+"""Seconds of a profile. Without a limit, visits grow where a busy machine makes times vary."""
+
 
 def examined(
     tasks: Sequence[PipelineTask],
@@ -20,7 +23,6 @@ def examined(
     *,
     plan: PipelinePlan | None = None,
     device: Any = None,
-    rounds: int = 2,
 ) -> tuple[Finding, ...]:
     """Return what keeps these tasks from overlapping, over batches or those of a loader."""
     called = None if isinstance(loader, Sequence) else loader
@@ -28,7 +30,7 @@ def examined(
     loop = Loop(tasks, batches, device, loader=called)
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device=device, check_effects=False) as pipe:
         profiler = TaskProfiler(pipe, loader=called)
-        profile = profiler.profile_loop(loop.batches, 1, num_rounds=rounds)
+        profile = profiler.profile_loop(loop.batches, 1, num_rounds=2, seconds=_PROFILE_S)
     return examine(loop, plan, profile)
 
 

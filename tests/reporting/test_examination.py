@@ -116,7 +116,7 @@ def test_all_state_is_put_back() -> None:
         with torch.no_grad():
             weight.sub_(weight.grad)
 
-    examined([PipelineTask("train", train)], batches(), rounds=2)
+    examined([PipelineTask("train", train)], batches())
     assert torch.equal(weight, torch.ones(8))
 
 
@@ -139,7 +139,7 @@ class Made(Dataset[Tensor]):
 
 def test_a_loader_in_this_process_is_found(host: TimedHost) -> None:
     """Its batches take 4 ms between two steps, on the CPU."""
-    found = examined(training(), DataLoader(Made(host, 1), batch_size=4), rounds=2)
+    found = examined(training(), DataLoader(Made(host, 1), batch_size=4))
     assert rules(found) == [("loader-in-process", "loader")]
     assert "4.000 ms of a step" in found[0].text
     assert "on the CPU" in found[0].text
@@ -249,7 +249,7 @@ def test_a_graph_break_is_found(fresh_compiler: None) -> None:
         return y + 1
 
     tasks = [PipelineTask("scale", lambda ctx: scale(ctx.batch))]
-    found = examined(tasks, batches(), rounds=2)
+    found = examined(tasks, batches())
     line = scale.__wrapped__.__code__.co_firstlineno + 3  # type: ignore[attr-defined]
     assert rules(found) == [("graph-break", f"{__file__}:{line}")]
     assert "graph_break()" in found[0].fix

@@ -34,6 +34,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from tests.support import garbage
 from tests.support.servers import Process
 
 START_S = 120.0
@@ -250,6 +251,7 @@ def begin(job: dict[str, Any], descriptors: list[int]) -> None:
         except (EOFError, ConnectionError):
             break
         _answer(pipe, _call, message)
+        garbage.freeze_if_many()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # nothing to save: taking torch down in good order costs a second and more

@@ -12,7 +12,6 @@ asks. The kinds beyond the first are forked from it. Servers end with the proces
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import os
 import select
@@ -27,6 +26,8 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.support import garbage
 
 ROOT = Path(__file__).parents[2]
 
@@ -175,7 +176,7 @@ class Server:
             if self._owner in ready:
                 os._exit(0)
             if not self._has_imported:
-                _import(self._kind)
+                import_all(self._kind)
                 self._has_imported = True
             for kind in [kind for kind, one in self._listeners.items() if one in ready]:
                 if kind != self._kind:
@@ -232,14 +233,14 @@ class Server:
         self._running = []
 
 
-def _import(kind: str) -> None:
+def import_all(kind: str) -> None:
+    """Import what processes of this kind find imported."""
     for name in IMPORTED[kind]:
         with suppress(ImportError, AttributeError):  # what is not installed
             module = import_module(name)
             for public in getattr(module, "__all__", ()):  # some are loaded when first asked for
                 getattr(module, public)
-    gc.collect()
-    gc.freeze()  # else the shutdown of every process searches all that was imported
+    garbage.freeze()  # else the shutdown of every process searches all that was imported
 
 
 if __name__ == "__main__":

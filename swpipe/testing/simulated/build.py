@@ -69,9 +69,11 @@ def library() -> Path:
         BuildError: The compiler failed; the message contains its output.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swpipe"
-    # The digest covers all inputs of the build, so that a change of any of them builds anew.
+    # The digest covers all inputs of the build, so that a change of any of them builds anew. Where
+    # torch is installed is none of them: every environment with this version uses one build.
     texts = (source.read_text() for source in SOURCES)
-    identity = (*texts, torch.__version__, str(compiler()), *FLAGS)
+    flags = (flag for flag in FLAGS if str(TORCH) not in flag)
+    identity = (*texts, torch.__version__, str(compiler()), *flags)
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
     built = cache / f"sim-{digest}.so"
     if not built.exists():
