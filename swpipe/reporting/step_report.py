@@ -129,6 +129,9 @@ class StepReport(StepAccount):
             return (
                 f"Overlap can gain nothing more. Make tasks of all of these faster: {listed(busy)}."
             )
+        # A loop whose tasks take no measurable time has no parts.
+        if not self.parts:
+            return "Overlap can gain nothing more."
         longest = max(self.parts, key=lambda part: part.seconds)
         return f"Overlap can gain nothing more. Make {longest.task} take less time."
 

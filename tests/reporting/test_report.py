@@ -81,6 +81,13 @@ def test_on_a_busy_machine_a_report_ends_after_the_profile(
     assert "What to change" not in found.to_html()
 
 
+def test_a_step_without_parts_has_nothing_to_make_faster(host: TimedHost) -> None:
+    """Tasks that take no time that can be measured are no parts of the step."""
+    found = report(image_loop(host, decode=0, train=0, log=0), range(8), rounds=2)
+    assert found.parts == ()
+    assert found.next_step == "Overlap can gain nothing more."
+
+
 def test_a_plan_under_which_two_threads_are_busy_is_balanced(host: TimedHost) -> None:
     """All are named, and have to do less; what overlaps already is not promised again."""
     found = report(image_loop(host, decode=10, train=9, log=1), range(8), plan=AHEAD, rounds=2)
