@@ -67,8 +67,8 @@ def _rows(what: str, measured: Contest) -> Iterator[Row]:
             bar = BARS[latency] if name == ours[0] else None
             yield _row(f"{where}: {name} over {theirs}", by_name, name, theirs, bar)
         bound_ms = [bounds(parts, latency).ii_us / 1e3 for parts in measured.parts[latency]]
-        what = f"{where}: the bound over {theirs}"
-        yield compared(what, bound_ms, by_name[theirs], "ms", theirs)
+        least = f"{where}: the bound over {theirs}"
+        yield compared(least, bound_ms, by_name[theirs], "ms", theirs)
         yield _row(f"{where}: {FORWARD} over {BASE}", by_name, FORWARD, BASE, FORWARD_BAR)
 
 
