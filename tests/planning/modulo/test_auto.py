@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
+from itertools import combinations_with_replacement, product
 
 import pytest
 
@@ -279,7 +279,7 @@ def test_two_slow_tasks_share_a_group_of_workers() -> None:
     assert choice.bounds.ii_us == 18_000
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(2))
 def test_no_plan_with_workers_is_below_the_bound(number: int) -> None:
     """Of all groupings of three tasks, each with all numbers of workers, that keep the limits."""
     rng = random.Random(number)
@@ -304,7 +304,8 @@ def test_no_plan_with_workers_is_below_the_bound(number: int) -> None:
 def plans_with_workers(plan: PipelinePlan, limits: Limits) -> Iterator[PipelinePlan]:
     """All stages and groups of three tasks, with each number of workers of the second group."""
     for groups in product(("default", "io"), repeat=3):
-        for stages in product(range(3), repeat=3):
+        # A later task is never in an earlier stage than one that it depends on.
+        for stages in combinations_with_replacement(range(3), 3):
             for workers in range(1, limits.workers + 1 if "io" in groups else 2):
                 schedule = {
                     name: TaskSchedule(
