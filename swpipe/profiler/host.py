@@ -21,7 +21,7 @@ from typing import NamedTuple
 from swpipe._engine.observers import Observer
 from swpipe.core.plan import PULL
 from swpipe.core.task import TaskRef, names_of
-from swpipe.profiler.spread import Estimate
+from swpipe.profiler.spread import Estimate, mean_of_loop
 from swpipe.program import Instruction
 
 
@@ -150,9 +150,14 @@ def _times(visits: Sequence[Sequence[HostRun]]) -> ThreadTimes:
     runs = [run for visit in visits for run in visit]
     host_s, cpu_s, core_s = (fmean(part) for part in list(zip(*runs, strict=True))[1:])
     # The error is that of the visits' means: runs of one visit are correlated, so that counting
-    # each run would make the error too small.
+    # each run would make the error too small. A single visit is compared in parts.
     means_s = [fmean(run.wall_s for run in visit) for visit in visits if visit]
-    error_s = stdev(means_s) / math.sqrt(len(means_s)) if len(means_s) > 1 else host_s
+    if len(means_s) > 1:
+        error_s = stdev(means_s) / math.sqrt(len(means_s))
+    elif len(runs) > 1:
+        error_s = mean_of_loop([run.wall_s for run in runs], cycle=1).spread_s / 2
+    else:
+        error_s = host_s
     return ThreadTimes(
         host_s,
         # Means over all runs are subtracted, not single runs: some systems count CPU time in

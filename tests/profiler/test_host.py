@@ -37,6 +37,17 @@ def test_sleeping_blocks_and_computing_does_not(host: TimedHost) -> None:
     assert spin.each_s == pytest.approx([0.02] * 5)
 
 
+def test_the_error_of_a_single_visit_is_that_of_its_parts(host: TimedHost) -> None:
+    """Equal runs have none, and a single run one as large as the run."""
+    seen = HostObserver(["sleep", "spin"])
+    for iteration in range(8):
+        run(host, seen, iteration)
+    every = [seen.timed(dict.fromkeys(range(8), 0.03), [])]
+    assert times_of(every)["spin"].error_s == pytest.approx(0)
+    assert times_of([every[0][:1]])["spin"].error_s == pytest.approx(0.02)
+    assert times_of(every)["spin"].host.is_clear
+
+
 def test_a_coarse_cpu_clock_gives_no_negative_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU time may advance by a whole step during a shorter task."""
     ticks = iter(range(100))
