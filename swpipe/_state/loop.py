@@ -18,14 +18,12 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.jit import ScriptModule
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from swpipe._state.torch_hooks import before_steps, refuse_scheduled
 from swpipe._values.fingerprint import is_fixed, replays_itself
 from swpipe._values.snapshot import Snapshot
-from swpipe._values.stateful import WHOLE, Owner, Owners, given_state, has_state, modules_in
+from swpipe._values.stateful import WHOLE, Owner, Owners, given_state, has_state
 from swpipe._values.walk import map_tensors, nodes_in, unsharded
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.device import Device
@@ -53,7 +51,6 @@ class LoopState:
     def __init__(self, tasks: Iterable[PipelineTask], state: Any, device: Device) -> None:
         self._shown = isinstance(state, Owners)
         self.owners = given_state(state)
-        refuse_scripted(self.owners)
         # Only for shown state: whoever names the state explicitly may leave a scheduler out on
         # purpose.
         for owner in self.owners if self._shown else ():
@@ -110,30 +107,6 @@ class LoopState:
             )
         refuse_scheduled(optimizer, ())
         self._snapshot.add(Owner(kind, optimizer))
-
-
-def refuse_scripted(owners: Iterable[Owner]) -> None:
-    """Refuse modules of TorchScript, and modules that have one as a part.
-
-    Raises:
-        UnsavedStateError: The error names each of them once.
-    """
-    names: list[str] = []
-    others: set[int] = set()
-    for owner in owners:
-        if isinstance(owner.owner, Module) and id(owner.owner) not in others:
-            parts = list(modules_in(owner.owner))
-            if any(isinstance(part, ScriptModule) for part in parts):
-                names.append(str(owner))
-            else:
-                # Parts of a module that was searched need no search of their own.
-                others.update(map(id, parts))
-    if names:
-        raise UnsavedStateError(
-            tuple(dict.fromkeys(names)),
-            "the tasks can change what TorchScript keeps",
-            "Use the module itself, or torch.compile(module)",
-        )
 
 
 def declared_owners(tasks: Iterable[PipelineTask]) -> Iterator[Owner]:

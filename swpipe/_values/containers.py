@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
 from operator import methodcaller
 from types import NoneType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -82,42 +81,36 @@ def _registered(definition: pytree.NodeDef) -> Kind:
     return Kind(lambda value: definition.flatten_fn(value)[0], make=make)
 
 
-@cache
-def by_attributes(cls: Any) -> Kind:
-    """Return the kind of objects whose children are their attributes, including those in slots."""
-    slots = tuple(_slots_of(cls))
-
-    def named(value: Any) -> dict[str, Any]:
-        attributes = dict(getattr(value, "__dict__", ()))
-        return attributes | {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
-
-    def empty(value: Any) -> Any:
-        try:
-            return object.__new__(cls)  # runs no code of the class, and not __init__
-        except TypeError:  # a subclass of a class written in C
-            return cls.__new__(cls)
-
-    def fill(new: Any, value: Any, children: Sequence[Any]) -> None:
-        for name, child in zip(named(value), children, strict=True):
-            if name in slots:
-                object.__setattr__(new, name, child)  # frozen dataclasses raise in setattr
-            else:
-                vars(new)[name] = child
-
-    return Kind(lambda value: named(value).values(), named, empty, fill)
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, including those in slots."""
+    # Not the class's own method: Python's returns the object's __dict__, or that and the slots.
+    state: Any = object.__getstate__(value)
+    attributes, slots = state if isinstance(state, tuple) else (state, {})
+    return {**(attributes or {}), **slots}
 
 
-def _slots_of(cls: type) -> Iterator[str]:
-    """Yield the names of a class's slots, as attributes of its objects have them."""
-    for base in cls.__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name in ("__dict__", "__weakref__"):
-                continue
-            # Python mangles private names: __x in class A is the attribute _A__x.
-            private = name.startswith("__") and not name.endswith("__")
-            yield f"_{base.__name__.lstrip('_')}{name}" if private else name
+def _empty_object(value: Any) -> Any:
+    """Return an object of the same class, without attributes."""
+    cls: Any = type(value)
+    try:
+        return object.__new__(cls)  # runs no code of the class, and not __init__
+    except TypeError:  # a subclass of a class written in C
+        return cls.__new__(cls)
 
+
+def _fill_object(new: Any, value: Any, children: Sequence[Any]) -> None:
+    own = getattr(value, "__dict__", {})
+    for name, child in zip(_attributes(value), children, strict=True):
+        if name in own:
+            vars(new)[name] = child
+        else:
+            object.__setattr__(new, name, child)  # frozen dataclasses raise in setattr
+
+
+BY_ATTRIBUTES = Kind(
+    lambda value: _attributes(value).values(), _attributes, _empty_object, _fill_object
+)
+"""The kind of objects whose children are their attributes, including those in slots."""
 
 LEAF = Kind()
 TENSOR = Kind()
@@ -173,7 +166,7 @@ def _classify(cls: Any) -> Kind:
         or hasattr(cls, "__attrs_attrs__")
         or issubclass(cls, SimpleNamespace | UserDict | UserList)
     ):
-        return by_attributes(cls)
+        return BY_ATTRIBUTES
     # The pytree is private in torch 2.13 (torch.utils._pytree).
     if cls in pytree.SUPPORTED_NODES:
         return _registered(pytree.SUPPORTED_NODES[cls])

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
 from functools import cache
 from typing import Any, Self
 
@@ -48,7 +47,6 @@ class AttributeLog:
     def __init__(self, ctx: Any) -> None:
         self._ctx = ctx
         self._thread = threading.get_ident()
-        self._paused = False
         self.reads: set[str] = set()
         self.sets: set[str] = set()
         self.deletes: set[str] = set()
@@ -78,21 +76,12 @@ class AttributeLog:
                 _set_class(self._ctx, original)
 
     def _read(self, name: str) -> None:
-        if threading.get_ident() == self._thread and not self._paused:
+        if threading.get_ident() == self._thread:
             if name == "__dict__":
                 names = {*attributes(self._ctx)}
             else:
                 names = {name} if _is_stored(self._ctx, name) else set()
             self.reads |= names - self.sets - self.deletes - {"iter_idx"}
-
-    def _pause(self) -> bool:
-        """Pause the logging of reads, and return True.
-
-        Return False, and change nothing, on another thread or if the log is paused already.
-        """
-        own = threading.get_ident() == self._thread and not self._paused
-        self._paused |= own
-        return own
 
     def _write(self, name: str, own: set[str]) -> None:
         (own if threading.get_ident() == self._thread else self.by_others).add(name)
@@ -184,26 +173,9 @@ def _logging(original: Any) -> Any:
                 log._write(name, log.deletes)
             original.__delattr__(self, name)
 
-    if hasattr(original, "__getattr__"):
-        Logging.__getattr__ = _getattr_of(original)
     for name in ("__name__", "__qualname__", "__doc__", "__module__"):
         setattr(Logging, name, getattr(original, name))
     return Logging
-
-
-def _getattr_of(original: Any) -> Callable[[Any, str], Any]:
-    """Return a ``__getattr__`` that pauses the logs while the class's own one runs."""
-
-    def __getattr__(self: Any, name: str) -> Any:  # noqa: N807
-        # The error lists all attributes, which is not a read.
-        paused = [log for log in _LOGS.get(id(self), ()) if log._pause()]
-        try:
-            return original.__getattr__(self, name)
-        finally:
-            for log in paused:
-                log._paused = False
-
-    return __getattr__
 
 
 def _is_stored(ctx: Any, name: str) -> bool:

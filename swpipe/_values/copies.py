@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 
+from swpipe._values.storages import span_of
 from swpipe._values.walk import inner_tensors, tensors_in, unsharded
 from swpipe.device import on_cpu
 
@@ -36,11 +37,6 @@ class SavedTensors:
                 self.add(tensor.grad)
             for held in tensors_in(attributes_given(tensor)):
                 self.add(held)
-
-    def addresses(self) -> set[int]:
-        """Return the addresses at which the memory of the saved strided tensors begins."""
-        parts = (part for saved in self._saved.values() for part, _ in saved.copies)
-        return {p.untyped_storage().data_ptr() for p in parts if p.layout is torch.strided}
 
     def restore(self) -> None:
         """Restore all saved tensors."""
@@ -101,11 +97,8 @@ class _SavedTensor:
 
 def _has_memory(part: Tensor) -> bool:
     """Return whether a tensor's storage is large enough for all of its elements."""
-    if part.layout is not torch.strided or inner_tensors(part):
-        return True
-    steps = zip(part.shape, part.stride(), strict=True)
-    extent = int(part.storage_offset()) + sum((n - 1) * step for n, step in steps) + 1
-    return not part.numel() or extent * part.element_size() <= part.untyped_storage().nbytes()
+    strided = part.layout is torch.strided and not inner_tensors(part)
+    return not strided or span_of(part)[1] <= part.untyped_storage().nbytes()
 
 
 def _same_memory(tensor: Tensor, memory: Tensor) -> bool:

@@ -24,7 +24,7 @@ from hashlib import blake2b
 from itertools import zip_longest
 from mmap import mmap
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,11 +32,11 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from swpipe._values.containers import (
+    BY_ATTRIBUTES,
     KINDS,
     LEAF,
     TENSOR,
     Kind,
-    by_attributes,
     has_record_stream,
     kind_of,
 )
@@ -73,7 +73,6 @@ class Fingerprint:
         self.leaves: list[Any] = []
         self.tensors: list[Tensor] = []
         self._states: list[TensorState] = []
-        self._copies: list[Tensor | None] = []
         self._buffers: list[tuple[Any, bytes]] = []
         for part, kind, children in parts_in(value, _part if objects else None):
             # Parameters belong to their module: training them does not modify the value that holds
@@ -82,8 +81,7 @@ class Fingerprint:
                 self.leaves.append(part)
             elif kind is TENSOR:
                 self.tensors.append(part)
-                self._states.append(TensorState.of(part))
-                self._copies.append(_inference_copy(part))
+                self._states.append(TensorState(part))
             # All opened kinds but _OBJECTS are nodes: an array of objects is compared by its bytes,
             # and the objects in it are parts of their own.
             elif kind is not _CLOSED and kind is not _OBJECTS:
@@ -95,15 +93,10 @@ class Fingerprint:
 
     def changed(self) -> bool:
         """Return whether anything in the value was modified in place since."""
-        tensors = zip(self.tensors, self._states, self._copies, strict=True)
         return (
             # The cheapest comparison first; buffers are read in full and come last.
             any(not same_node(node, ValueNode.of(node.value)) for node in self.nodes)
-            or any(
-                not state.same(TensorState.of(tensor))
-                or (copy is not None and not same_bits(tensor, copy))
-                for tensor, state, copy in tensors
-            )
+            or any(state.changed() for state in self._states)
             or any(_digest(buffer) != digest for buffer, digest in self._buffers)
         )
 
@@ -154,39 +147,40 @@ def _part(leaf: Any) -> Kind | None:
     """Return how a fingerprint opens a leaf; None for a leaf that cannot change."""
     if is_fixed(leaf):
         return None
-    cls: Any = type(leaf)
     if is_object(leaf):
-        return by_attributes(cls)
+        return BY_ATTRIBUTES
     # numpy is optional: if it is not loaded, no value can be of its types.
     numpy = sys.modules.get("numpy")
     is_array = numpy is not None and isinstance(leaf, numpy.ndarray)
     return _OBJECTS if is_array and leaf.dtype == object else _CLOSED
 
 
-class TensorState(NamedTuple):
-    """The properties that show that a tensor was modified in place."""
+class TensorState:
+    """A tensor, and the properties that show whether it is modified in place from now on."""
 
-    version: int | None
-    requires_grad: bool
-    grad: Tensor | None
-    grad_version: int | None
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._flags = (version_of(tensor), tensor.requires_grad)
+        self._grad = grad_or_none(tensor)
+        self._grad_version = None if self._grad is None else version_of(self._grad)
+        # Without a version counter, a tensor on the CPU is compared by value.
+        self._copy = tensor.clone() if tensor.is_cpu and tensor.is_inference() else None
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorState:
-        """Return the present state of a tensor."""
-        grad = grad_or_none(tensor)
-        grad_version = None if grad is None else version_of(grad)
-        return cls(version_of(tensor), tensor.requires_grad, grad, grad_version)
+    def changed(self) -> bool:
+        """Return whether the tensor or its gradient was modified since."""
+        tensor = self.tensor
+        return (
+            self._flags != (version_of(tensor), tensor.requires_grad)
+            or self.grad_changed()
+            or (self._copy is not None and not same_bits(tensor, self._copy))
+        )
 
-    def same(self, other: TensorState) -> bool:
-        """Return whether the tensor was not modified in between."""
-        # Gradients are compared by identity: == on tensors would compare elements and return a
-        # tensor.
-        return self.grad is other.grad and self._replace(grad=None) == other._replace(grad=None)
-
-    def same_grad(self, other: TensorState) -> bool:
-        """Return whether the tensor's gradient was not modified in between."""
-        return self.grad is other.grad and self.grad_version == other.grad_version
+    def grad_changed(self) -> bool:
+        """Return whether the tensor's gradient was set, dropped or modified since."""
+        grad = grad_or_none(self.tensor)
+        return grad is not self._grad or (
+            grad is not None and version_of(grad) != self._grad_version
+        )
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -207,11 +201,6 @@ def same_node(before: ValueNode, now: ValueNode) -> bool:
     """Return whether a container holds the same objects, apart from lazily computed attributes."""
     lazy = _lazy_keys(before, now) if has_record_stream(type(now.value)) else set()
     return _ids(before, lazy) == _ids(now, lazy)
-
-
-def _inference_copy(tensor: Tensor) -> Tensor | None:
-    """Return a copy of a CPU tensor without a version counter; None for any other tensor."""
-    return tensor.clone() if tensor.is_cpu and tensor.is_inference() else None
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ them stay valid (an optimizer's to its parameters, a view's to its base).
 - other objects: through ``state_dict`` and ``load_state_dict``.
 
 Plain objects within modules are not saved: a module has many, which share tensors with the module
-or belong to a library. A warning reports if one of their tensors changes.
+or belong to a library. To have one restored, give it ``state_dict`` and ``load_state_dict``, and
+give the object itself.
 
 Copies are in host memory, so that a model that fills its device can be profiled. Lazy parameters
 and buffers that are initialized after the snapshot keep their values.
@@ -20,22 +21,19 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.jit import ScriptModule
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from swpipe._values.copies import SavedTensors
-from swpipe._values.fingerprint import version_of
 from swpipe._values.generators import (
     default_generators,
     set_back,
@@ -43,31 +41,20 @@ from swpipe._values.generators import (
     state_of,
 )
 from swpipe._values.stateful import (
-    PLAIN,
+    REGISTERED,
     WHOLE,
-    Named,
     Owner,
     has_state_dict,
-    is_foreign,
     modules_in,
     modules_of,
-    modules_restored_by,
     optimizers_in,
-    reached,
 )
 from swpipe._values.walk import nodes_in, tensors_in
-from swpipe.core.messages import listed
 from swpipe.device import Device
-from swpipe.errors import add_note
+from swpipe.errors import UnsavedStateError, add_note
 
 Restore: TypeAlias = Callable[[], object]
 """A function that restores what was saved when it was created; it can be called repeatedly."""
-
-MAX_ITEMS = 1000
-"""The size above which a container in a plain object counts as data, not state."""
-
-MAX_DEPTH = 4
-"""The number of objects and containers deep that a module's attribute is searched for tensors."""
 
 
 class Snapshot:
@@ -76,6 +63,9 @@ class Snapshot:
     Args:
         owners: The objects.
         device: The device of their tensors.
+
+    Raises:
+        UnsavedStateError: A module is one of TorchScript, whose state is not accessible.
     """
 
     def __init__(self, owners: Sequence[Owner], device: Device) -> None:
@@ -85,68 +75,35 @@ class Snapshot:
         _reshard(self._modules)
         tensors = SavedTensors()
         # An optimizer may wrap others, whose containers and tensors are saved as well.
-        wrapped = [
-            Owner(given.path, inner)
+        optimizers = [
+            Owner(given.path, optimizer)
             for given in owners
             if isinstance(given.owner, Optimizer)
-            for inner in optimizers_in(given.owner)
-            if inner is not given.owner
+            for optimizer in optimizers_in(given.owner)
         ]
-        saved = [_save(given, tensors) for given in (*owners, *wrapped)]
+        others = [given for given in owners if not isinstance(given.owner, Optimizer)]
+        saved = [_save(given, tensors) for given in (*others, *optimizers)]
         # Restored in this order: first the containers and modules, then the tensors in them, last
         # the generators, since restoring may run the user's code, which may draw.
         self._restores: list[Restore] = [*saved, tensors.restore]
         self._restores += [partial(set_default_generators, device, default_generators(device))]
-        by_others = {id(module) for module in modules_restored_by(owners)}
-        self._watched = [module for module in self._modules if id(module) not in by_others]
-        # A tensor in the memory of a saved one is restored with it, and needs no warning.
-        addresses = tensors.addresses()
-        # The tensors of plain objects, and their versions, to warn of a change: see restore.
-        self._unsaved = {
-            path: (tensor, version_of(tensor))
-            for path, tensor in _unsaved_tensors(self._watched)
-            if tensor.untyped_storage().data_ptr() not in addresses
-        }
-        self._told: set[str] = set()
-        self._optimizers = {id(given.owner) for given in (*owners, *wrapped)}
+        self._optimizers = {id(given.owner) for given in optimizers}
         self._optimizers |= {
             id(optimizer)  # restored by the object itself
-            for given in owners
+            for given in others
             if not isinstance(given.owner, WHOLE) and has_state_dict(given.owner)
             for optimizer in optimizers_in(given.owner)
         }
-        self._added: dict[object, tuple[weakref.ref[Optimizer] | None, list[Restore]]] = {}
+        self._added: dict[object, list[Restore]] = {}
 
     def restore(self) -> None:
-        """Restore everything, after the device has finished its current work.
-
-        Warns:
-            RuntimeWarning: Tensors of plain objects within modules changed, and are not restored;
-                each is named once.
-        """
+        """Restore everything, after the device has finished its current work."""
         self._device.synchronize()
         _reshard(self._modules)
         # The latest addition first: an object is restored to its state from before the earliest
         # run.
-        added = [restores for _, restores in self._added.values()]
-        for restore in chain(*reversed(added), self._restores):
+        for restore in chain(*reversed([*self._added.values()]), self._restores):
             restore()
-        if changed := [path for path in self._changed() if path not in self._told]:
-            self._told.update(changed)
-            warnings.warn(
-                f"{listed(changed)} changed and cannot be restored: plain objects within a module "
-                "hold them. Make them buffers of the module, or let a task refer to an object "
-                "whose state_dict and load_state_dict save and restore them",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def _changed(self) -> Iterator[str]:
-        """Yield the paths of tensors that were modified or replaced and are not saved."""
-        for path, tensor in _unsaved_tensors(self._watched):
-            before, version = self._unsaved.get(path, (tensor, version_of(tensor)))
-            if tensor is not before or version_of(tensor) != version:
-                yield path
 
     def add(self, given: Owner) -> None:
         """Save one more object as it is now, to be restored before everything saved earlier.
@@ -160,48 +117,15 @@ class Snapshot:
         self._modules += modules
         tensors = SavedTensors()
         added = self._added
-        key = object()
-        restores: list[Restore] = [_save(given, tensors, within=True), tensors.restore]
-
-        # Called when the optimizer is freed: nothing is left to restore.
-        def forget(_: object) -> None:
-            added.pop(key, None)
-
-        optimizer = weakref.ref(given.owner, forget) if isinstance(given.owner, Optimizer) else None
-        added[key] = optimizer, restores
+        key: object = object()
+        if isinstance(given.owner, Optimizer):
+            # When the optimizer is freed, nothing is left to restore.
+            key = weakref.ref(given.owner, lambda reference: added.pop(reference, None))
+        added[key] = [_save(given, tensors, within=True), tensors.restore]
 
     def restores(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer is restored."""
-        added = (reference and reference() for reference, _ in [*self._added.values()])
-        return id(optimizer) in self._optimizers or any(
-            reference is optimizer for reference in added
-        )
-
-
-def _unsaved_tensors(modules: Iterable[Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of plain objects within modules, with their paths."""
-    roots = ((type(m).__name__, name, value) for m in modules for name, value in [*vars(m).items()])
-    for path, value in reached(((f"{m}.{n}", v) for m, n, v in roots), _in_plain, MAX_DEPTH):
-        strided = type(value) in (Tensor, Parameter) and value.layout is torch.strided
-        if strided and not value.is_inference():
-            yield path, value
-
-
-def _in_plain(path: str, value: Any) -> Iterator[Named]:
-    """Yield the contents of a plain object or a container without running the user's code."""
-    if isinstance(value, dict | list | tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for number, (key, child) in enumerate(items if len(value) <= MAX_ITEMS else ()):
-            # repr of any other key could run code of the user's class.
-            name = repr(key) if type(key) in PLAIN else f"{type(key).__name__} {number}"
-            yield f"{path}[{name}]", child
-    elif not (isinstance(value, _SKIPPED) or is_foreign(type(value).__module__)):
-        # The attributes are read from __dict__, since properties would run code.
-        for name, child in dict(getattr(value, "__dict__", {})).items():
-            yield f"{path}.{name}", child
-
-
-_SKIPPED = (*PLAIN, *WHOLE, FunctionType, MethodType, ModuleType, type)
+        return id(optimizer) in self._optimizers or weakref.ref(optimizer) in self._added
 
 
 def _reshard(modules: Iterable[Module]) -> None:
@@ -223,7 +147,7 @@ def _save(given: Owner, tensors: SavedTensors, *, within: bool = False) -> Resto
         tensors.add(owner)
         return lambda: None
     if isinstance(owner, Module):
-        return _save_module(owner, tensors, within)
+        return _save_module(given, tensors, within)
     if isinstance(owner, Optimizer):
         return _save_optimizer(owner, tensors)
     if has_state_dict(owner):
@@ -247,15 +171,29 @@ def _save_optimizer(optimizer: Optimizer, tensors: SavedTensors) -> Restore:
     return lambda: (attributes.update(held), refill())
 
 
-def _save_module(root: Module, tensors: SavedTensors, within: bool) -> Restore:
+def _save_module(given: Owner, tensors: SavedTensors, within: bool) -> Restore:
     """Save a module and all modules below it, and return the function that restores them."""
     restores: list[Restore] = []
-    modules = list(modules_in(root))
+    modules = list(modules_in(given.owner))
+    if any(isinstance(module, ScriptModule) for module in modules):
+        raise UnsavedStateError(
+            [str(given)],
+            "the tasks can change what TorchScript keeps",
+            "Use the module itself, or torch.compile(module)",
+        )
     for module in modules:
+        # Parameters and buffers that are registered later stay.
+        for registered in (module._parameters, module._buffers):
+            for tensor in tensors_in(registered):
+                tensors.add(tensor)
+            restores.append(partial(registered.update, dict(registered)))
         # Attributes without tensors (hooks, counters, flags) are not restored.
-        held = {name: value for name, value in vars(module).items() if _holds_tensors(value)}
+        held = {
+            name: value
+            for name, value in vars(module).items()
+            if name not in REGISTERED and _holds_tensors(value)
+        }
         restores.append(partial(vars(module).update, held))
-        restores.append(_save_registered(module, tensors))
         if not within:
             restores.append(_save_containers(held, tensors))
         # Module's own get_extra_state raises; only classes that override it have extra state.
@@ -269,15 +207,6 @@ def _save_module(root: Module, tensors: SavedTensors, within: bool) -> Restore:
 def _holds_tensors(value: Any) -> bool:
     """Return whether there is a tensor anywhere in a value."""
     return next(tensors_in(value), None) is not None
-
-
-def _save_registered(module: Module, tensors: SavedTensors) -> Restore:
-    """Save parameters and buffers; those registered later stay."""
-    parameters = dict(module._parameters)
-    buffers = dict(module._buffers)
-    for tensor in tensors_in((parameters, buffers)):
-        tensors.add(tensor)
-    return lambda: (module._parameters.update(parameters), module._buffers.update(buffers))
 
 
 def _set_extra_state(module: Module, state: Any) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -31,7 +30,10 @@ WHOLE = (Module, Optimizer, torch.Tensor)
 """The types saved as a whole. Other objects are searched: a state_dict may be incomplete."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-"""The types without parts. Equal values may be one object, so they are found on all their paths."""
+"""The types without parts."""
+
+REGISTERED = ("_parameters", "_buffers", "_modules")
+"""The attributes of modules whose contents torch registers; private in torch 2.13."""
 
 _CLOSED = (*PLAIN, torch.Tensor)
 
@@ -98,34 +100,27 @@ def named_modules_in(name: str, root: Module) -> Iterator[tuple[str, Module]]:
 
     The paths begin with ``name`` and leave wrappers out.
     """
-    return reached([(name, root)], partial(_of_kind, Module))
+    return _reached(Module, name, root)
 
 
 def optimizers_in(owner: Any) -> Iterator[Optimizer]:
     """Yield ``owner``, if it is an optimizer, and the optimizers that it wraps, at any depth."""
-    reachable = reached([("", owner)], partial(_of_kind, Optimizer))
-    return (optimizer for _, optimizer in reachable if isinstance(optimizer, Optimizer))
+    reached = _reached(Optimizer, "", owner)
+    return (optimizer for _, optimizer in reached if isinstance(optimizer, Optimizer))
 
 
-def reached(
-    roots: Iterable[Named], children: Callable[[str, Any], Iterable[Named]], most: int = sys.maxsize
-) -> Iterator[Named]:
-    """Yield the roots and the values that they lead to, outer before inner.
-
-    Each value is yielded once, except for plain ones, and at most ``most`` steps from a root.
-    """
-    # The values themselves are kept, so that no freed object's id is used again during the walk.
+def _reached(kind: type, name: str, root: Any) -> Iterator[Named]:
+    """Yield ``root`` and the objects of a kind that it leads to, outer before inner, each once."""
+    # The objects themselves are kept, so that no freed object's id is used again during the walk.
     visited: dict[int, Any] = {}
-    queue = deque((path, value, 0) for path, value in roots)
+    queue = deque([(name, root)])
     while queue:
-        path, value, steps = queue.popleft()
         # Breadth-first: an object that is reached twice gets its shortest path.
-        if type(value) not in PLAIN and id(value) in visited:
-            continue
-        visited[id(value)] = value
-        yield path, value
-        if steps < most:
-            queue.extend((where, child, steps + 1) for where, child in children(path, value))
+        path, owner = queue.popleft()
+        if id(owner) not in visited:
+            visited[id(owner)] = owner
+            yield path, owner
+            queue.extend(_of_kind(kind, path, owner))
 
 
 def _of_kind(kind: type, path: str, owner: Any) -> Iterator[Named]:
@@ -190,14 +185,3 @@ def modules_of(owners: Iterable[Owner]) -> Iterator[Module]:
     for given in owners:
         if isinstance(given.owner, Module):
             yield from modules_in(given.owner)
-
-
-def modules_restored_by(owners: Iterable[Owner]) -> Iterator[Module]:
-    """Yield the modules that an object restores, and all modules below them.
-
-    The object lists them in ``restored_modules``.
-    """
-    for given in owners:
-        # For an object whose restore function also restores modules, such as a table's state.
-        for root in getattr(given.owner, "restored_modules", ()):
-            yield from modules_in(root)

@@ -28,14 +28,9 @@ MAX_CHECKED_BYTES = 2**20
 
 
 class Storages:
-    """The storages seen by one observer.
-
-    Attributes:
-        created: Storages that an operator made.
-    """
+    """The storages seen by one observer."""
 
     def __init__(self) -> None:
-        self.created: set[StorageId] = set()
         self._references: dict[StorageId, StorageWeakRef] = {}
         self._descriptions: dict[StorageId, str] = {}
 
@@ -89,21 +84,17 @@ class MemoryPrint:
             # Views share a storage, whose checksum is computed once.
             self._sums |= checksums(tensor) if numbers - self._sums.keys() else {}
 
-    def changed_until(self, now: MemoryPrint) -> tuple[set[StorageId], set[StorageId]]:
-        """Return the storages with another version or content at a later moment.
-
-        The second set has those of them without another version.
-        """
+    def changed_until(self, now: MemoryPrint) -> set[StorageId]:
+        """Return the storages with another version or content at a later moment."""
         # A tensor that the later moment no longer reaches is read again: it may have been changed
         # before.
         sums = dict(now._sums)
-        versions = set[StorageId]()
+        changed = set[StorageId]()
         for tensor, numbers, version in self._tensors:
             sums |= checksums(tensor) if numbers - sums.keys() else {}
             if version_of(tensor) != version:
-                versions |= numbers
-        contents = {number for number, sum_ in self._sums.items() if sums.get(number, sum_) != sum_}
-        return contents | versions, contents - versions
+                changed |= numbers
+        return changed | {n for n, content in self._sums.items() if sums.get(n, content) != content}
 
 
 def described(tensor: Tensor) -> str:
@@ -122,6 +113,15 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a strided tensor in its storage, and the byte after its last."""
+    size = tensor.element_size()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = sum((n - 1) * int(step) for n, step in steps)
+    first = int(tensor.storage_offset()) * size
+    return first, first + (extent + 1) * size
+
+
 def nbytes(tensor: Tensor) -> dict[StorageId, int]:
     """Return the bytes of each storage of a tensor."""
     storages = (part.untyped_storage() for part in _parts(tensor))
@@ -135,17 +135,7 @@ def checksums(tensor: Tensor) -> dict[StorageId, int]:
 
 
 def _checksum(storage: Any) -> int:
-    """Return a checksum over all bytes of a storage, computed on its device."""
-    size = storage.nbytes()
-    if on_cpu(storage):
-        # Reads the memory in place: neither a copy nor a numpy array is made.
-        return zlib.crc32((ctypes.c_ubyte * size).from_address(storage.data_ptr()))
-    with torch.no_grad():
-        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        end = size // 8 * 8
-        words = content[:end].view(torch.int64)
-        last = content.new_zeros(8)
-        last[: size - end] = content[end:]
-        # Each word has its own odd factor, so that the sum depends on the order of the words.
-        factors = 2 * torch.arange(len(words) + 1, device=storage.device) + 1
-        return int((words * factors[:-1]).sum() + (last.view(torch.int64) * factors[-1:]).sum())
+    """Return a checksum over all bytes of a storage."""
+    # Memory on the host is read in place: neither a copy nor a numpy array is made.
+    there = storage if on_cpu(storage) else storage.cpu()
+    return zlib.crc32((ctypes.c_ubyte * there.nbytes()).from_address(there.data_ptr()))

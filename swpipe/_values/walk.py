@@ -30,11 +30,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from swpipe._values.containers import (
+    BY_ATTRIBUTES,
     KINDS,
     LEAF,
     TENSOR,
     Kind,
-    by_attributes,
     has_record_stream,
     has_to,
     kind_of,
@@ -60,8 +60,9 @@ class ValueNode(NamedTuple):
 
         The contents of an object that is no container are its attributes.
         """
-        of: Any = type(container)
-        kind = by_attributes(of) if kind_of(of) is LEAF else kind_of(of)
+        kind = kind_of(type(container))
+        if kind is LEAF:
+            kind = BY_ATTRIBUTES
         return cls(container, tuple(kind.keys(container)), tuple(kind.children(container)))
 
 
@@ -107,8 +108,7 @@ def tensors_held(value: Any) -> Iterator[Tensor]:
 
 def _with_to(value: Any) -> Kind | None:
     """Return the kind of a leaf with a ``to`` method, by its attributes; None for another one."""
-    cls: Any = type(value)
-    return by_attributes(cls) if has_to(cls) else None
+    return BY_ATTRIBUTES if has_to(type(value)) else None
 
 
 def nodes_in(value: Any) -> Iterator[ValueNode]:

@@ -36,14 +36,16 @@ class TypedContext:
     if not TYPE_CHECKING:  # a type checker would take it to declare every attribute
 
         def __getattr__(self, name: str) -> Any:
+            # Not self.__dict__: a log of the context would take the message's list for reads.
+            attributes = object.__getattribute__(self, "__dict__")
+            number = attributes.get("iter_idx")
             if name != RELEASED and (why := getattr(self, RELEASED, {}).get(name)) is not None:
-                number = self.__dict__.get("iter_idx")
                 # No AttributeError: hasattr() would then say that the attribute was never set.
                 raise RuntimeError(f"iteration {number} has no attribute {name!r} any more: {why}")
             raise AttributeError(
-                f"iteration {self.__dict__.get('iter_idx')} has no attribute {name!r} "
-                f"(it has: {listed(sorted(self.__dict__))}). The task that sets it has not run "
-                "before this one: add the dependence to the plan, or set it in an earlier task"
+                f"iteration {number} has no attribute {name!r} (it has: "
+                f"{listed(sorted(attributes))}). The task that sets it has not run before this "
+                "one: add the dependence to the plan, or set it in an earlier task"
             )
 
     def __repr__(self) -> str:

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swpipe.inference.comparison import Comparison, Needed, Needless
+    from swpipe.inference.comparison import Comparison, Needed
     from swpipe.inference.record_tasks import record
     from swpipe.inference.recording import Dependences, Recording
 
@@ -12,7 +12,6 @@ __all__ = [
     "Comparison",
     "Dependences",
     "Needed",
-    "Needless",
     "Recording",
     "record",
 ]
@@ -20,7 +19,7 @@ __all__ = [
 
 _WHERE = {
     "record": "record_tasks",
-    **dict.fromkeys(("Comparison", "Needed", "Needless"), "comparison"),
+    **dict.fromkeys(("Comparison", "Needed"), "comparison"),
 }
 
 if not TYPE_CHECKING:  # type checkers would infer Any for each name

@@ -33,9 +33,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import combinations
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from swpipe._values.generators import TORCH
 from swpipe._values.storages import StorageId, Storages
@@ -43,32 +42,22 @@ from swpipe.core.effects import Effects, EffectTable, Location, conflicts
 from swpipe.inference.observing import IterationObservation, TaskObservation
 from swpipe.inference.orders import Edge, Orders, edge_of
 from swpipe.inference.places import READ, READ_WRITE, WRITE, Access
-from swpipe.inference.states import StateItem
+from swpipe.inference.states import ATTRIBUTE, StateItem
 
+Accesses: TypeAlias = Mapping[str, Mapping[StateItem, Access]]
+"""Task to the attributes and state items that it accesses, and how.
 
-@dataclass
-class TaskAccesses:
-    """The attributes and state items that one task reads and writes.
-
-    Attributes:
-        attributes: Attribute of the context to access.
-        items: State item to access; generators and unnamed memory have items of their own.
-        silent: Names of items and attributes that the task modified without a recorded operator.
-    """
-
-    attributes: dict[str, Access] = field(default_factory=lambda: defaultdict(Access))
-    items: dict[StateItem, Access] = field(default_factory=lambda: defaultdict(Access))
-    silent: set[str] = field(default_factory=set)
+Attributes of the context, generators and unnamed memory have items of their own.
+"""
 
 
 def find_accesses(
     iterations: Sequence[IterationObservation], storages: Storages, seeded: Iterable[str] = ()
-) -> dict[str, TaskAccesses]:
+) -> Accesses:
     """Return, for each task, what it reads and writes in any of the iterations.
 
     ``seeded`` are the tasks with ``random=True``.
     """
-    accesses = {run.task: TaskAccesses() for run in iterations[0].tasks}
     runs = [run for iteration in iterations for run in iteration.tasks]
     modified = frozenset[StorageId]().union(*(run.writes - run.operators.created for run in runs))
     if len(iterations) == 1:  # which does not show what the next one writes: any memory may be
@@ -78,44 +67,24 @@ def find_accesses(
     for iteration in iterations:
         unnamed = _unnamed(iteration, storages, names)
         for run in iteration.tasks:
-            _add_attributes(run, iteration.before, accesses[run.task])
+            touches += _attribute_touches(run, iteration.before)
             touches += _touches(run, iteration.before | modified, unnamed)
     # A mode that nobody switches needs no order; nor does unnamed memory that nobody writes, or
     # that only its creators use.
     needed = {touch.item for touch in touches if touch.access.writes}
     needed &= {touch.item for touch in touches if not touch.creates}
+    accesses = {run.task: defaultdict[StateItem, Access](Access) for run in runs}
     for touch in touches:
         if touch.item in needed or touch.item.kind not in ("mode", "unnamed"):
-            accesses[touch.task].items[touch.item] |= touch.access
+            accesses[touch.task][touch.item] |= touch.access
     # A seeded task (random=True) replaces the states of torch's default generators while it runs. A
     # task that draws from them without a seed would draw other numbers meanwhile, so both kinds of
     # task conflict, even if the seeded one draws nothing.
     torchs = StateItem.alone(TORCH)
-    if any(torchs in of_task.items for of_task in accesses.values()):
+    if any(torchs in of_task for of_task in accesses.values()):
         for task in seeded:
-            accesses[task].items[torchs] |= READ_WRITE
+            accesses[task][torchs] |= READ_WRITE
     return accesses
-
-
-def _add_attributes(
-    run: TaskObservation, before: frozenset[StorageId], accesses: TaskAccesses
-) -> None:
-    """Add accesses to attributes, and the names of what was modified without an operator.
-
-    A write in place is a write of all attributes that hold the memory, unless the memory is state,
-    which attributes only refer to.
-    """
-    for name in run.reads:
-        accesses.attributes[name] |= READ
-    for name in run.sets:
-        accesses.attributes[name] |= WRITE
-    writes = run.writes - before
-    for name, storages in run.held.items():
-        if storages & writes:
-            accesses.attributes[name] |= WRITE
-        if storages & run.silent - before:
-            accesses.silent.add(f"ctx.{name}")
-    accesses.silent |= {item.name for item, numbers in run.items.items() if numbers & run.silent}
 
 
 class _Touch(NamedTuple):
@@ -125,6 +94,18 @@ class _Touch(NamedTuple):
     item: StateItem
     access: Access
     creates: bool = False
+
+
+def _attribute_touches(run: TaskObservation, before: frozenset[StorageId]) -> Iterator[_Touch]:
+    """Yield a task's accesses to attributes in one iteration.
+
+    A write in place is a write of all attributes that hold the memory, unless the memory is state,
+    which attributes only refer to.
+    """
+    writes = run.writes - before
+    written = {name for name, storages in run.held.items() if storages & writes}
+    for names, access in ((run.reads, READ), (run.sets | written, WRITE)):
+        yield from (_Touch(run.task, StateItem(name, "", ATTRIBUTE), access) for name in names)
 
 
 def _touches(

@@ -37,7 +37,7 @@ Assumptions
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -68,35 +68,13 @@ from swpipe.inference.watched_iterations import WatchedIterations
 
 # Not contextlib.contextmanager: it sets the traceback of the exception that a task raises, and a
 # task may raise one that does not allow this.
-class _PureWatch:
-    """A context manager that checks one run of a pure task against ``pure=True``."""
-
-    def __init__(self, check: RunCheck, task: PipelineTask, ctx: Any) -> None:
-        self.check = check
-        self.task = task
-        self.ctx = ctx
-        self.operators = use_recorder(check.device)
-        worker = ctx.iter_idx % check.plan.schedule[task.name].workers
-        self.runs = check.pure_runs.get((task.name, worker))
-
-    def __enter__(self) -> None:
-        if self.runs is not None:
-            self.runs.modes.__enter__()
-        self.operators.begin(self.ctx)
-        self.operators.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
-        self.operators.__exit__(kind, *failure)
-        if self.runs is not None:
-            self.runs.modes.__exit__(kind, *failure)
-            if kind is None:
-                self.check.check_pure(self, self.runs)
-
-
-class _Watch(_PureWatch):
-    """A context manager that also records what a task touches, to compare it with other tasks.
+class _Watch:
+    """A context manager that watches one run of a task.
 
     Attributes:
+        runs: The runs of a pure task; None for other tasks.
+        compared: Whether what the task touches is compared with other tasks, not only checked
+            against ``pure=True``.
         gradients: Id of a parameter to its gradient, of those known when the task began.
         alone: Whether the task runs on the thread that began the run, with no other task beside it.
     """
@@ -104,22 +82,40 @@ class _Watch(_PureWatch):
     alone = False
     gradients: Mapping[int, Gradient]
 
+    def __init__(self, check: RunCheck, task: PipelineTask, ctx: Any) -> None:
+        self.task = task
+        self.ctx = ctx
+        self.compared = ctx.iter_idx in check.every
+        self.log = AttributeLog(ctx)
+        self.operators = use_recorder(check.device)
+        self.runs: PureRuns | None = None
+        if task.pure:
+            # The runs of a task on one worker follow each other, so they need no lock.
+            worker = ctx.iter_idx % check.plan.schedule[task.name].workers
+            self.runs = check.pure_runs.setdefault((task.name, worker), PureRuns(check.device))
+        self._check = check
+
     def __enter__(self) -> None:
-        # Notes the gradients that exist now; those that are gone when the task has ended were
-        # cleared.
-        self.check.begin(self)
-        self.log = AttributeLog(self.ctx)
-        self.log.__enter__()
-        super().__enter__()
+        if self.compared:
+            # Notes the gradients that exist now; those that are gone when the task has ended were
+            # cleared.
+            self._check.begin(self)
+            self.log.__enter__()
+        if self.runs is not None:
+            self.runs.modes.__enter__()
+        self.operators.begin(self.ctx)
+        self.operators.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
-        self.log.__exit__()
-        # Also after a failure, so that later tasks do not count this one as running.
-        self.check.end(self)
-        super().__exit__(kind, *failure)
+        self.operators.__exit__()
+        if self.runs is not None:
+            self.runs.modes.__exit__()
+        if self.compared:
+            self.log.__exit__()
+            # Also after a failure, so that later tasks do not count this one as running.
+            self._check.end(self)
         if kind is None:
-            self.check.check_uses(self)
-            self.check.compare(self)
+            self._check.check(self)
 
 
 _NOTHING = nullcontext()
@@ -147,7 +143,7 @@ class RunCheck:
         self.plan = orders.verified.plan
         self.device = device
         self._releases = orders.verified.releases
-        self._every = every
+        self.every = every
         self._pure = pure
         self._first = first
         self._threads = len(self.plan.thread_groups) > 1
@@ -157,13 +153,7 @@ class RunCheck:
         self._places = ComparedPlaces(orders, self._gradients)
         self._pure_uses = PureUses()
         self._apart = ApartStates(tasks)
-        # One per worker: the runs of a task on one worker follow each other, so they need no lock.
-        self.pure_runs = {
-            (task.name, worker): PureRuns(self.device)
-            for task in tasks
-            if task.pure
-            for worker in range(self.plan.schedule[task.name].workers)
-        }
+        self.pure_runs: dict[tuple[str, int], PureRuns] = {}
         # Guards the running watches, the gradients, the places and the pure tasks' uses, which the
         # threads of all thread groups share.
         self._lock = threading.Lock()
@@ -172,7 +162,7 @@ class RunCheck:
 
     def until(self, task: PipelineTask) -> int:
         """Return the first iteration from which on a task is no longer watched."""
-        return max(self._every.until, self._pure.until) if task.pure else self._every.until
+        return max(self.every.until, self._pure.until) if task.pure else self.every.until
 
     def watching(self, task: PipelineTask, ctx: Any) -> AbstractContextManager[None]:
         """Return a block that watches a task which runs within it, on this thread.
@@ -180,11 +170,9 @@ class RunCheck:
         Raises:
             PlanError: The task did not keep its word, or the plan does not order what it touched.
         """
-        if ctx.iter_idx in self._every:
-            return _Watch(self, task, ctx)
-        if task.pure and ctx.iter_idx in self._pure:
-            return _PureWatch(self, task, ctx)
-        return _NOTHING
+        number = ctx.iter_idx
+        is_watched = number in self.every or (task.pure and number in self._pure)
+        return _Watch(self, task, ctx) if is_watched else _NOTHING
 
     def begin(self, watch: _Watch) -> None:
         """Note that a task begins whose accesses are all compared."""
@@ -208,7 +196,7 @@ class RunCheck:
         # An unwatched task on another thread is not in _running. It can only run if its iteration
         # is in flight together with this one; all such iterations have to be watched.
         others = range(max(self._first, number - depth + 1), number + depth)
-        return not self._threads or all(other in self._every for other in others)
+        return not self._threads or all(other in self.every for other in others)
 
     def end(self, watch: _Watch) -> None:
         """Note that a task has ended, whether or not it failed."""
@@ -218,7 +206,15 @@ class RunCheck:
             if watch.alone:
                 self._gradients.read()
 
-    def compare(self, watch: _Watch) -> None:
+    def check(self, watch: _Watch) -> None:
+        """Check what a task did, which has ended."""
+        if watch.runs is not None:
+            self._check_pure(watch, watch.runs)
+        if watch.compared:
+            self._check_uses(watch)
+            self._compare(watch)
+
+    def _compare(self, watch: _Watch) -> None:
         """Compare what a task touched with what other tasks touched."""
         run = TaskRun(watch.ctx.iter_idx, watch.task.name)
         if watch.operators.accesses.on_device and is_host(self.plan.schedule[run.task].stream):
@@ -237,7 +233,7 @@ class RunCheck:
                 self._places.add(place, run, access, watch.ctx)
             self._places.forget(run)
 
-    def check_uses(self, watch: _Watch) -> None:
+    def _check_uses(self, watch: _Watch) -> None:
         """Raise an error if a task used a context value that may have been released.
 
         Values are released after the last task that declares a use of them.
@@ -247,7 +243,7 @@ class RunCheck:
         if releases and (unsaid := releases.unsaid_use(watch.task.name, watch.ctx, used)):
             raise refusal(self.plan, [unsaid])
 
-    def check_pure(self, watch: _PureWatch, runs: PureRuns) -> None:
+    def _check_pure(self, watch: _Watch, runs: PureRuns) -> None:
         """Raise an error for each thing that a pure task did and ``pure=True`` rules out."""
         task = watch.task
         ctx = watch.ctx
@@ -321,36 +317,29 @@ class ApartStates:
         tasks: The tasks; none of them runs now.
     """
 
-    def __init__(self, tasks: Iterable[PipelineTask]) -> None:
-        tasks = tuple(tasks)
-        declarations = [(task.name, io) for task in tasks for io in task.io if io.state]
-        self._names = {(task, io.state) for task, io in declarations}
-        self._limits: dict[str, tuple[str, str]] = {}  # state: (others' access, declaring task)
-        for task, io in declarations:
-            # "" is stricter than "r", and "r" than "rw": the strictest declaration of a state
-            # counts.
-            if len(io.others) < len(self._limits.get(str(io.state), ("rw", ""))[0]):
-                self._limits[str(io.state)] = io.others, task
-        storages = Storages()
-        self._state_of: dict[StorageId, str] = {}
-        for io, tensor in declared_tensors(tasks) if self._limits else ():
-            if io.state in self._limits:
-                self._state_of |= dict.fromkeys(storages.of(tensor), str(io.state))
-        self._storages = storages  # keeps the numbers from being used again
+    def __init__(self, tasks: Sequence[PipelineTask]) -> None:
+        self._named = {(task.name, io.state) for task in tasks for io in task.io}
+        self._limits = [(task.name, io) for task in tasks for io in task.io if io.others != "rw"]
+        limited = {io.state for _, io in self._limits}
+        self._storages = Storages()  # keeps the numbers from being used again
+        self._state_of = {
+            number: str(io.state)
+            for _, io, tensor in (declared_tensors(tasks) if limited else ())
+            for number in self._storages.of(tensor)
+            if io.state in limited
+        }
 
     def broken(self, run: TaskRun, touched: Mapping[StorageId, Access]) -> Iterator[Problem]:
         """Yield why a task that does not declare a state may not touch it in this way."""
-        task = run.task
         for number in touched.keys() & self._state_of.keys():
             state = self._state_of[number]
-            others, declared_by = self._limits[state]
-            writes = touched[number].writes
-            if (task, state) not in self._names and not (others == "r" and not writes):
-                does = "writes" if writes else "reads"
-                yield Problem(
-                    f"task {task!r} {does} state {state!r} on iteration {run.iteration} without "
-                    f"declaring it, but {declared_by!r} declares that no such task does: "
-                    f"others={others!r}. Declare it for {task!r}, "
-                    f'io=[DeclaredIO(state="{state}", mode=...)], or leave others out',
-                    (declared_by, task),
-                )
+            does = "writes" if touched[number].writes else "reads"
+            for declaring, io in self._limits if (run.task, state) not in self._named else ():
+                if io.state == state and does[0] not in io.others:
+                    yield Problem(
+                        f"task {run.task!r} {does} state {state!r} on iteration {run.iteration} "
+                        f"without declaring it, but {declaring!r} declares that no such task does: "
+                        f"others={io.others!r}. Declare it for {run.task!r}, "
+                        f'io=[DeclaredIO(state="{state}", mode=...)], or leave others out',
+                        (declaring, run.task),
+                    )

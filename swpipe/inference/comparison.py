@@ -9,7 +9,6 @@ from itertools import permutations
 from typing import NamedTuple
 
 from swpipe.analysis.races import guarantees, required_orders, violations
-from swpipe.core.dependence import Dependence
 from swpipe.core.effects import Conflict, EffectTable, Location, conflicts
 from swpipe.core.messages import listed
 from swpipe.core.resolved import ResolvedPlan
@@ -35,22 +34,6 @@ class Needed(NamedTuple):
         return f'("{self.consumer}", "{self.producer}") in {where}, for {places}'
 
 
-class Needless(NamedTuple):
-    """A declared dependence between tasks without a recorded conflict.
-
-    Attributes:
-        dependence: As declared.
-        carries: Whether some conflicts between other tasks are ordered only through it.
-    """
-
-    dependence: Dependence
-    carries: bool
-
-    def __str__(self) -> str:
-        why = "other tasks are ordered only through it" if self.carries else "nothing needs it"
-        return f"{self.dependence}: {why}"
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """A plan's declarations against what was recorded.
@@ -60,13 +43,10 @@ class Comparison:
             access a location in an order other than the serial one.
         by_schedule: The fewest dependences that are not declared, but kept by the plan's threads,
             streams, global order and depth.
-        needless: Dependences declared between tasks without a recorded conflict. They may stand for
-            something that a recording cannot see.
     """
 
     missing: tuple[Needed, ...]
     by_schedule: tuple[Needed, ...]
-    needless: tuple[Needless, ...]
 
     def __str__(self) -> str:
         lines = []
@@ -77,12 +57,6 @@ class Comparison:
         if self.by_schedule:
             lines += ["not declared, kept by the schedule as it is:"]
             lines += [f"  {entry}" for entry in self.by_schedule]
-        if self.needless:
-            lines += [
-                "declared between tasks without a recorded conflict",
-                "(keep those that stand for what no recording sees):",
-                *(f"  {entry}" for entry in self.needless),
-            ]
         return "\n".join(lines)
 
 
@@ -118,7 +92,6 @@ def compare_with_plan(resolved: ResolvedPlan, effects: EffectTable) -> Compariso
     return Comparison(
         missing=tuple(_needed(edge, wanted[edge]) for edge in missing),
         by_schedule=tuple(_needed(edge, wanted[edge]) for edge in by_schedule),
-        needless=tuple(_needless(resolved, names, certain)),
     )
 
 
@@ -134,26 +107,3 @@ def needed(effects: EffectTable) -> tuple[Needed, ...]:
 def _needed(edge: Edge, behind: Iterable[Conflict]) -> Needed:
     """Return an edge as a dependence, with the locations of the conflicts behind it."""
     return Needed(*edge, tuple(conflict.place for conflict in behind))
-
-
-def _needless(
-    resolved: ResolvedPlan, names: tuple[str, ...], wanted: Iterable[Edge]
-) -> Iterable[Needless]:
-    """Yield the declared dependences whose two tasks have no recorded conflict.
-
-    Only conflicts of the same kind count: within an iteration, or between iterations.
-    """
-    within = {edge[:2] for edge in wanted}
-    across = {edge[:2] for edge in wanted if edge.distance}
-    declared = [Edge(*dep[:3]) for dep in resolved.dependences]
-    all_kept = Orders(names, declared)
-    kept_edges = [edge for edge in wanted if all_kept.implies(edge)]
-    for dep, edge in zip(resolved.dependences, declared, strict=True):
-        # A pair conflicts within an iteration, or across iterations: the distance says which one to
-        # look up.
-        if dep[:2] in (across if dep.distance > 0 else within):
-            continue
-        # Leave out this edge alone: if a conflict that was ordered no longer is, the edge carries
-        # it.
-        without = Orders(names, [other for other in declared if other != edge])
-        yield Needless(dep, carries=not all(map(without.implies, kept_edges)))

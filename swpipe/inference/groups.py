@@ -13,24 +13,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 
 from swpipe.core.effects import Effects, Location
-from swpipe.inference.accesses import TaskAccesses
-from swpipe.inference.places import Access
-from swpipe.inference.states import DECLARED, StateItem
+from swpipe.inference.accesses import Accesses
+from swpipe.inference.states import ATTRIBUTE, DECLARED, StateItem
 
 
-def group(accesses: Mapping[str, TaskAccesses]) -> dict[str, tuple[StateItem, ...]]:
+def group(accesses: Accesses) -> dict[str, tuple[StateItem, ...]]:
     """Return, for each state, its items; each item that any task accesses is in one state."""
     alike: dict[tuple[str, str], dict[tuple[str, ...], list[StateItem]]] = defaultdict(dict)
     states: dict[str, tuple[StateItem, ...]] = {}
-    for item in sorted({item for of_task in accesses.values() for item in of_task.items}):
+    for item in sorted(set[StateItem]().union(*accesses.values())):
         if item.kind == DECLARED:
             states[item.owner] = (*states.get(item.owner, ()), item)
-        else:
+        elif item.kind != ATTRIBUTE:
             # Same owner, kind and writers: one state. Readers may differ, see the module's
             # docstring.
-            writers = tuple(
-                t for t, touched in accesses.items() if touched.items.get(item, (0, 0))[1]
-            )
+            writers = tuple(t for t, touched in accesses.items() if touched.get(item, (0, 0))[1])
             alike[item.owner, item.kind].setdefault(writers, []).append(item)
     for (owner, kind), groups in alike.items():
         for items in groups.values():
@@ -59,20 +56,16 @@ def _names(owner: str, kind: str, items: Sequence[StateItem], *, only: bool) -> 
 
 
 def effects_of(
-    accesses: Mapping[str, TaskAccesses], states: Mapping[str, tuple[StateItem, ...]]
+    accesses: Accesses, states: Mapping[str, tuple[StateItem, ...]]
 ) -> dict[str, Effects]:
     """Return the effects of each task, in serial order."""
-    state_of = {item: name for name, items in states.items() for item in items}
+    places = {item: Location(name, True) for name, items in states.items() for item in items}
     table = {}
-    for task, of_task in accesses.items():
-        touched: list[tuple[Location, Access]] = []
+    for task, touched in accesses.items():
         # Attributes belong to an iteration, states outlive it: Location's second argument.
-        touched += [(Location(name, False), access) for name, access in of_task.attributes.items()]
-        touched += [
-            (Location(state_of[item], True), access) for item, access in of_task.items.items()
-        ]
+        of_task = [(places.get(i) or Location(i.name, False), how) for i, how in touched.items()]
         table[task] = Effects(
-            frozenset(place for place, access in touched if access.reads),
-            frozenset(place for place, access in touched if access.writes),
+            frozenset(place for place, access in of_task if access.reads),
+            frozenset(place for place, access in of_task if access.writes),
         )
     return table

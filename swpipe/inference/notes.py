@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from swpipe._values.generators import TORCH
 from swpipe.core.effects import Effects, EffectTable, Location
 from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
-from swpipe.inference.accesses import MemoryTransfer, TaskAccesses
+from swpipe.inference.accesses import MemoryTransfer
 from swpipe.inference.observing import TaskObservation
 from swpipe.inference.states import StateItem
 
@@ -31,7 +30,6 @@ def notes_on(
     states: Mapping[str, Sequence[StateItem]],
     trained: Set[StateItem],
     observed: Sequence[TaskObservation],
-    accesses: Mapping[str, TaskAccesses],
     transfers: Iterable[MemoryTransfer],
 ) -> tuple[str, ...]:
     """Return all notes on a recording, without duplicates; the last one applies to every recording.
@@ -42,12 +40,11 @@ def notes_on(
         states: State to its members.
         trained: Members that require grad.
         observed: All runs of tasks.
-        accesses: Task to its accesses.
         transfers: Memory that passed between tasks without an attribute that shows it.
     """
     # A state with one trained member counts as trained: whoever reads it may read that member.
     inside = {name for name, items in states.items() if trained & {*items}}
-    notes = [*_on_words(tasks, effects, inside), *_on_unseen(tasks, observed, accesses)]
+    notes = [*_on_words(tasks, effects, inside), *_on_unseen(tasks, observed)]
     notes += [
         f"{producer!r} and {consumer!r} use the same memory ({description}), and one of them "
         "creates or writes it, which no attribute shows: it passed inside an object or along "
@@ -126,36 +123,28 @@ def _serial(name: str, effects: Effects, lasting: Set[Location]) -> str:
     )
 
 
-def _on_unseen(
-    tasks: Sequence[PipelineTask],
-    observed: Sequence[TaskObservation],
-    accesses: Mapping[str, TaskAccesses],
-) -> Iterator[str]:
+def _on_unseen(tasks: Sequence[PipelineTask], observed: Sequence[TaskObservation]) -> Iterator[str]:
     """Yield what is uncertain, was not inspected, or cannot be checked on one rank."""
-    for name, of_task in accesses.items():
+    for task in tasks:
+        # Merged over all iterations: a task may do a thing only in some of them.
+        runs = [run for run in observed if run.task == task.name]
         # A silent write was found in the content; a silent read leaves no trace.
-        if of_task.silent:
+        if silent := sorted({name for run in runs for name in _silent(run)}):
             yield (
-                f"{name!r} modified {listed(sorted(of_task.silent))}, but no operator says that it "
-                "writes there (numpy, or a kernel whose schema does not declare it). The write was "
+                f"{task.name!r} modified {listed(silent)}, but no operator says that it writes "
+                "there (numpy, or a kernel whose schema does not declare it). The write was "
                 "detected by its content; reads of this kind are not detected: declare them."
             )
-    drawing = {run.task for run in observed if StateItem.alone(TORCH) in run.states}
-    for task in tasks:
-        if task.name in drawing and not task.pure:  # _broken reports those
+        # _broken reports draws of pure tasks.
+        if not task.pure and any(StateItem.alone(TORCH) in run.states for run in runs):
             yield (
                 f"{task.name!r} draws from {TORCH} without random=True: tasks that draw keep their "
                 "serial order. With random=True each run is seeded by its task and iteration, and "
                 "no order is needed."
             )
-    # Merged over all iterations: a task may communicate only in some of them.
-    collectives: dict[str, set[str]] = defaultdict(set)
-    for run in observed:
-        collectives[run.task] |= run.operators.collectives
-    for name, operators in collectives.items():
-        if operators:
+        if operators := sorted({name for run in runs for name in run.operators.collectives}):
             yield (
-                f"{name!r} communicates ({listed(sorted(operators))}): it is scheduled as globally "
+                f"{task.name!r} communicates ({listed(operators)}): it is scheduled as globally "
                 "ordered. The plan sets the order of collectives across ranks, which a recording "
                 "of one rank cannot check; library hooks may communicate without being recorded."
             )
@@ -167,3 +156,13 @@ def _on_unseen(
             "attributes is recorded; changes inside them are not. A task that modifies such a "
             "value in place should set the attribute again."
         )
+
+
+def _silent(run: TaskObservation) -> Iterator[str]:
+    """Yield the names of the memory that changed although no operator wrote it."""
+    for name, storages in run.held.items():
+        if storages & run.silent:
+            yield f"ctx.{name}"
+    for item, storages in run.items.items():
+        if storages & run.silent:
+            yield item.name

@@ -12,6 +12,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from torch.nn import Module
@@ -50,8 +51,6 @@ class TaskObservation(NamedTuple):
         states: Accesses that are not to memory: to generators, to options of optimizers, to modes
             of modules, and to items that were added, removed or replaced.
         changed: Storages with another content or version.
-        silent: Storages of ``changed`` whose version counter did not change, and which no operator
-            wrote.
         opaque: Attribute that the task set to the class of an object in it that cannot be
             inspected.
     """
@@ -64,13 +63,17 @@ class TaskObservation(NamedTuple):
     items: Mapping[StateItem, frozenset[StorageId]]
     states: Mapping[StateItem, Access]
     changed: set[StorageId]
-    silent: set[StorageId]
     opaque: Mapping[str, str]
 
     @property
     def writes(self) -> set[StorageId]:
         """The storages that the task created or modified, by operators or otherwise."""
         return self.operators.all_writes | self.changed
+
+    @property
+    def silent(self) -> set[StorageId]:
+        """The storages that changed although no operator wrote them."""
+        return self.changed - self.operators.writes
 
     @property
     def reached(self) -> frozenset[StorageId]:
@@ -93,28 +96,25 @@ class IterationObservation(NamedTuple):
     lasting: frozenset[StorageId]
 
 
+@dataclass
 class IterationObserver:
     """Runner of iterations that observes each task.
 
     Attributes:
-        storages: All storages that were seen.
+        tasks: The tasks, in serial order.
+        device: The device on which they work.
+        seeds: The seeds of random tasks.
+        context: The class of the contexts.
         owners: The given objects with state, and the optimizers that have stepped since.
+        storages: All storages that were seen.
     """
 
-    def __init__(
-        self,
-        tasks: Sequence[PipelineTask],
-        device: Device,
-        seeds: TaskSeeds,
-        context: type[TypedContext],
-        owners: Sequence[Owner],
-    ) -> None:
-        self.storages = Storages()
-        self.owners = [*owners]
-        self._tasks = tasks
-        self._device = device
-        self._seeds = seeds
-        self._context = context
+    tasks: Sequence[PipelineTask]
+    device: Device
+    seeds: TaskSeeds
+    context: type[TypedContext]
+    owners: list[Owner]
+    storages: Storages = field(default_factory=Storages)
 
     def run(self, batch: Any, iter_idx: int) -> IterationObservation:
         """Run one iteration on a copy of the batch: tensors found in the batch are cloned."""
@@ -133,28 +133,27 @@ class IterationObserver:
         self, batch: Any, iter_idx: int
     ) -> tuple[tuple[TaskObservation, ...], frozenset[StorageId]]:
         """Return the observations of all tasks, and the storages of all state items at the end."""
-        ctx = self._context(copied(batch), iter_idx)
-        before = self._moment(ctx)
+        ctx = self.context(copied(batch), iter_idx)
+        before = _Moment(ctx, self)
         observed = []
-        for task in self._tasks:
+        for task in self.tasks:
             # Each task gets recorders of its own, so that its accesses are not mixed with those of
             # other tasks.
             log = ContextWatch(ctx, objects=False)
-            operators = OperatorRecorder(self._device, self.storages)
+            operators = OperatorRecorder(self.device, self.storages)
             modes = ModuleModes(modules_of(self.owners), eager=True)
             stepped: list[Optimizer] = []
             with modes, log, eager(), before_steps(stepped.append), operators:
-                run_alone(task, ctx, self._device, self._seeds)
+                run_alone(task, ctx, self.device, self.seeds)
             # An optimizer creates its state in its first step: from here on, its state counts too.
             for optimizer in stepped:
                 if all(owner is not optimizer for _, owner in self.owners):
                     self.owners.append(Owner(type(optimizer).__name__, optimizer))
-            after = self._moment(ctx)
+            after = _Moment(ctx, self)
             sets = log.sets.union(log.deletes, log.produced, log.deleted)
             # Only attributes that the task set: an opaque value that it merely found is another
             # task's.
             values = {name: v for name, v in attributes(ctx).items() if name in sets}
-            changed, silent = before.memory.changed_until(after.memory)
             # Number 0 stands for torch's default generators. A random task has states of its own.
             draws = 0 in operators.draws and not task.random
             states = before.accesses_until(after, map(id, stepped), draws=draws)
@@ -171,8 +170,7 @@ class IterationObserver:
                     held=before.held,
                     items=before.items,
                     states=states,
-                    changed=changed,
-                    silent=silent - operators.accesses.writes,
+                    changed=before.memory.changed_until(after.memory),
                     opaque={name: kind for name, v in values.items() if (kind := _opaque(v))},
                 )
             )
@@ -180,16 +178,12 @@ class IterationObserver:
             before = after
         return tuple(observed), frozenset[StorageId]().union(*before.items.values())
 
-    def _moment(self, ctx: TypedContext) -> _Moment:
-        """Return the present moment of a context."""
-        return _Moment(ctx, self._tasks, self.owners, self.storages, self._device)
-
-    def _names(self, modules: Collection[int]) -> list[str]:
-        """Return the names of the owners that contain any of the modules with some ids."""
+    def _names(self, modules: Collection[Module]) -> list[str]:
+        """Return the names of the owners that contain any of some modules."""
         return [
             path
             for path, owner in self.owners
-            if isinstance(owner, Module) and any(id(part) in modules for part in modules_in(owner))
+            if isinstance(owner, Module) and any(part in modules for part in modules_in(owner))
         ]
 
 
@@ -222,18 +216,12 @@ class _Moment:
         memory: Fingerprint of the memory of all these tensors, which it keeps alive.
     """
 
-    def __init__(
-        self,
-        ctx: TypedContext,
-        tasks: Iterable[PipelineTask],
-        owners: Sequence[Owner],
-        storages: Storages,
-        device: Device,
-    ) -> None:
+    def __init__(self, ctx: TypedContext, observer: IterationObserver) -> None:
+        storages = observer.storages
         # Contents are compared, so all launched work has to be done.
-        device.synchronize()
-        state = items_in(owners)
-        tensors = assign_declared(state.tensors, tasks)
+        observer.device.synchronize()
+        state = items_in(observer.owners)
+        tensors = assign_declared(state.tensors, observer.tasks)
         inside = [*tensors.values()]
         self.items = {item: storages.of(tensor) for item, tensor in tensors.items()}
         # An item is replaced if it has another tensor, other memory, or another requires_grad.
@@ -242,7 +230,7 @@ class _Moment:
             for item, tensor in tensors.items()
         }
         self._values |= {options_of(name): of for name, (_, of) in state.options.items()}
-        self._generators = generator_states(device, state.generators)
+        self._generators = generator_states(observer.device, state.generators)
         self._optimizers = {number: name for name, (number, _) in state.options.items()}
         known = {*map(id, inside)}
         self.held: dict[str, frozenset[StorageId]] = {}

@@ -185,7 +185,6 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for storage, new in self.storages.add(tensor):
                 if new and mode == CREATED:
                     accesses.created.add(storage)
-                    self.storages.created.add(storage)
                 if mode in ("r", "rw"):
                     reads.add(storage)
                 if mode in ("w", "rw"):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
-
-import torch
 
 from swpipe.core.effects import Conflict
 
@@ -33,25 +32,23 @@ class Orders:
 
     def __init__(self, names: Sequence[str], edges: Iterable[Edge] = ()) -> None:
         self._index = {name: index for index, name in enumerate(names)}
-        self._least = torch.full((len(names), len(names)), torch.inf)  # [producer, consumer]
-        self._least.fill_diagonal_(0)
-        self._rows: list[list[float]] = self._least.tolist()  # _least as lists, for quick look-ups
+        # Producer to consumer to the least distance of a path.
+        self._least = {name: dict.fromkeys(names, math.inf) | {name: 0} for name in names}
         for edge in edges:
             self.add(edge)
 
     def add(self, edge: Edge) -> None:
         """Add one dependence, and everything that follows from it and the earlier ones."""
         if not self.implies(edge):
-            least = self._least
-            consumer = self._index[edge.consumer]
-            producer = self._index[edge.producer]
-            through = least[:, producer, None] + edge.distance + least[consumer, None, :]
-            torch.minimum(least, through, out=least)
-            self._rows = least.tolist()
+            after = [*self._least[edge.consumer].items()]
+            for least in self._least.values():
+                here = least[edge.producer] + edge.distance
+                for name, distance in after:
+                    least[name] = min(least[name], here + distance)
 
     def implies(self, edge: Edge) -> bool:
         """Return whether the order that an edge requires is kept."""
-        return self._rows[self._index[edge.producer]][self._index[edge.consumer]] <= edge.distance
+        return self._least[edge.producer][edge.consumer] <= edge.distance
 
     def missing(self, edges: Iterable[Edge]) -> list[Edge]:
         """Add the fewest of these edges that make the rest implied, and return the added ones.

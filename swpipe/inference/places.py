@@ -98,10 +98,10 @@ def location_of(
     owners = {place.number} if place.kind == "gradient" else gradients.owners(place.number)
     if owners:
         number = next(iter(owners))
-        names = {id(tensor): str(io.state) for io, tensor in declared_tensors(tasks)}
+        names = {id(tensor): str(io.state) for _, io, tensor in declared_tensors(tasks)}
         parameter = f"a parameter ({described(gradients.parameters[number])})"
         return Location(f"the gradient of {names.get(number, parameter)}", True)
-    for io, tensor in declared_tensors(tasks):
+    for _, io, tensor in declared_tensors(tasks):
         if place.number in Storages().of(tensor):
             return Location(str(io.state), True)
     name = f"unnamed memory ({place.name})"

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from swpipe._values.context_log import attributes
 from swpipe._values.fingerprint import version_of
-from swpipe._values.storages import StorageId
+from swpipe._values.storages import StorageId, span_of
 from swpipe._values.walk import tensors_in
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
@@ -82,6 +82,7 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     Attributes:
         uses: Storage to its uses.
         accumulated: Id of a parameter to its gradient, where autograd has accumulated it.
+        given: The storages that the context had when the task began.
     """
 
     def __init__(self, device: Device) -> None:
@@ -90,22 +91,18 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         self.accumulated: dict[int, Gradient] = {}
         self._owners: dict[StorageId, Tensor] = {}
         self._made: dict[StorageId, weakref.ref[Tensor]] = {}
-        self._given: set[StorageId] = set()
+        self.given: set[StorageId] = set()
         self._may_train = True
 
     def begin(self, ctx: Any) -> None:
         """Note the memory of the context: the loader may write it anew for each batch."""
-        self._given = self._memory_of(ctx)
+        self.given = self._memory_of(ctx)
         self._may_train = torch.is_grad_enabled()  # under no_grad nobody does, or it is seen
 
     def _memory_of(self, ctx: Any) -> set[StorageId]:
         """Return the storages of all tensors in a context."""
         values = attributes(ctx).values()
         return set[StorageId]().union(*map(self.storages.of, tensors_in([*values])))
-
-    def is_given(self, number: StorageId) -> bool:
-        """Return whether the context had this memory when the task began."""
-        return number in self._given
 
     def _record(self, value: Any, mode: str, replays: bool = False) -> None:
         super()._record(value, mode, replays)
@@ -139,7 +136,7 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
             owner = self._owners.setdefault(number, base)
             if mode not in ("r", "w", "rw"):
                 continue
-            span = _span_of(tensor)
+            span = span_of(tensor)
             uses = self.uses.setdefault(number, [])
             # One use per range of bytes: slices of a storage are separate unless they overlap
             # (meets).
@@ -152,7 +149,7 @@ class UseRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
 
     def outside(self, ctx: Any) -> Iterator[UsedMemory]:
         """Yield the memory that the task has read and that is not part of its context."""
-        own = self._given | self._memory_of(ctx)
+        own = self.given | self._memory_of(ctx)
         for number in (number for number in self.uses if number not in own):
             name = self.storages.description(number)
             reference = self.storages.reference(number)
@@ -182,15 +179,6 @@ def use_recorder(device: Device) -> UseRecorder:
     return kind(device)
 
 
-def _span_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a strided tensor in its storage, and the byte after its last."""
-    size = tensor.element_size()
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    extent = sum((n - 1) * int(step) for n, step in steps)
-    first = int(tensor.storage_offset()) * size
-    return first, first + (extent + 1) * size
-
-
 class Fault(NamedTuple):
     """A violation of ``pure=True`` by a task in an iteration.
 
@@ -215,7 +203,7 @@ class PureRuns:
 
     def faults(self, ctx: Any, recorder: UseRecorder) -> Iterator[Fault]:
         """Yield the violations found in the iteration that has just ended, or before."""
-        for module in self.modes.switched.values():
+        for module in self.modes.switched:
             yield Fault(ctx.iter_idx, _SWITCHED, name=f"a {type(module).__name__}")
         # Starts the comparison of this iteration; changed() yields what has arrived, also of
         # earlier ones.
@@ -247,7 +235,7 @@ class PureUses:
             for use in uses:
                 for earlier, before in self._known.get(number, (None, ()))[1]:
                     if earlier != iteration and before.meets(use):
-                        for text in _against(before, use, given=recorder.is_given(number)):
+                        for text in _against(before, use, given=number in recorder.given):
                             yield Fault(iteration, text, number, name)
                 self._note(number, iteration, use, recorder)
         # A result that is alive after its iteration may be kept for later ones: it counts as used.

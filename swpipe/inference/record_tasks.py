@@ -87,7 +87,7 @@ def record(
         # restore.
         state = shown_state(tasks, run, batch, where, copied)
     saved = LoopState(tasks, state, where)
-    observer = IterationObserver(tasks, where, seeds, kind, saved.owners)
+    observer = IterationObserver(tasks, where, seeds, kind, [*saved.owners])
     with saved.trial():
         observed = [observer.run(batch, number) for number in range(iterations)]
         # Still inside the trial: restoring may remove optimizer state, and these items with it.
@@ -114,5 +114,5 @@ def record(
         states={name: tuple(item.name for item in items) for name, items in states.items()},
         collectives=frozenset(each.task for each in runs if each.operators.collectives),
         owners=Owners(saved.owners),
-        notes=notes_on(tasks, observed_effects, states, trained, runs, accesses, transfers),
+        notes=notes_on(tasks, observed_effects, states, trained, runs, transfers),
     )

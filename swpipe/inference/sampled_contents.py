@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from swpipe._values.storages import StorageId
-from swpipe.device import Device, Event, on_cpu
+from swpipe._values.storages import StorageId, span_of
+from swpipe.device import Device, Event
 from swpipe.inference.pruned_dict import PrunedDict
 
 _ELEMENTS = 4096
@@ -74,8 +74,8 @@ class SampledContents:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._known = PrunedDict[tuple[str, int], _Sample]()
-        # The results have arrived when the event is done; None if they are on the host already.
-        self._under_way: deque[tuple[Event | None, dict[ChangedMemory, Tensor]]] = deque()
+        # The results have arrived on the host when the event is done.
+        self._under_way: deque[tuple[Event, dict[ChangedMemory, Tensor]]] = deque()
 
     def compare(self, iteration: int, used: Iterable[UsedMemory]) -> None:
         """Compare the memory that the task used in an iteration, which has just ended."""
@@ -90,34 +90,22 @@ class SampledContents:
                 now = self._note(memory)
                 now.kind, now.total = _sampled(memory.tensor)
                 if now.total is not None and before.total is not None and now.kind == before.kind:
-                    flag = now.total != before.total
+                    flag = (now.total != before.total).to("cpu", non_blocking=True)
                     differs[ChangedMemory(iteration, memory.number, memory.name)] = flag
             if differs:
-                self._send(differs)
+                done = self._device.new_event()
+                done.record(self._device.current_stream())
+                self._under_way.append((done, differs))
         self._known.prune(lambda sample: bool(sample.reference.expired()))
 
     def changed(self) -> Iterator[ChangedMemory]:
         """Yield the changes whose comparisons have arrived on the host by now."""
-        while self._under_way:
-            done, differs = self._under_way[0]
-            # In the order of iterations: a later comparison is not read before an earlier one.
-            if done is not None and not done.query():
-                return
-            self._under_way.popleft()
+        # In the order of iterations: a later comparison is not read before an earlier one.
+        while self._under_way and self._under_way[0][0].query():
+            _, differs = self._under_way.popleft()
             with torch._C._DisableTorchDispatch():
                 changed = [memory for memory, flag in differs.items() if flag]
             yield from changed
-
-    def _send(self, differs: dict[ChangedMemory, Tensor]) -> None:
-        """Start copying the results of comparisons to the host."""
-        done = None
-        if not all(map(on_cpu, differs.values())):
-            differs = {
-                memory: flag.to("cpu", non_blocking=True) for memory, flag in differs.items()
-            }
-            done = self._device.new_event()
-            done.record(self._device.current_stream())
-        self._under_way.append((done, differs))
 
     def _before(self, used: UsedMemory) -> _Sample | None:
         """Return the last sample of the memory, or else of the tensor.
@@ -150,10 +138,9 @@ def _sampled(tensor: Tensor) -> tuple[Any, Tensor | None]:
     known = type(tensor) in (Tensor, Parameter) and size in _WORDS
     if not known or tensor.dtype.is_complex or tensor.is_quantized:
         return kind, None
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    dense = 1 + sum((n - 1) * step for n, step in steps) == count
-    end = (tensor.storage_offset() + count) * size
-    if not dense or tensor.untyped_storage().nbytes() < end:  # freed by sharding
+    first, end = span_of(tensor)
+    # Elements with gaps between them are left out, and memory that sharding has freed.
+    if end - first != count * size or tensor.untyped_storage().nbytes() < end:
         return kind, None
     # An odd step does not stay in the same columns of a matrix whose row length is a power of 2.
     step = (count // _ELEMENTS) | 1

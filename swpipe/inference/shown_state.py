@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._C import _has_storage as has_storage
 from torch.optim import Optimizer
 
-from swpipe._state.loop import Captured, declared_owners, refuse_scripted
+from swpipe._state.loop import Captured, declared_owners
 from swpipe._state.torch_hooks import before_calls, before_steps, refuse_scheduled
 from swpipe._values.snapshot import Snapshot
 from swpipe._values.stateful import Owner, Owners, modules_of
@@ -93,7 +93,6 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
     def __init__(self, declared: Iterable[Owner], device: Device) -> None:
         super().__init__(device)
         self._owners = [*declared]
-        refuse_scripted(self._owners)
         self._saved = Snapshot(self._owners, device)
         # Ids of modules and optimizers, and addresses of generators; _owners keeps all of them.
         self._known = {*map(id, modules_of(self._owners))}
@@ -120,11 +119,12 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
             # Three cases: a leaf may get a gradient from any use; other memory matters only when
             # written; memory that these iterations created needs no saving.
             if tensor.requires_grad and tensor.is_leaf and tensor._base is None:
-                if self.storages.of(tensor) - self.storages.created:
-                    self._before_use(tensor)
+                if id(tensor) not in self._leaves and self._existed(tensor):
+                    self._leaves[id(tensor)] = tensor
+                    self._saved.add(Owner("leaf", tensor))
             elif mode in ("w", "rw"):
                 for part in filter(has_storage, parts_of(tensor)):
-                    self._before_write(self.storages.of(part) - self.storages.created, part)
+                    self._before_write(part)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; a generator among its arguments is saved first."""
@@ -135,12 +135,10 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
     def begin(self, batch: Any) -> None:
         """Begin an iteration on its own copy of the batch."""
         accesses = self.accesses
-        storages = self.storages
-        for numbers in (accesses.reads, accesses.replays, accesses.created):
-            numbers.clear()
+        accesses.reads.clear()
+        accesses.replays.clear()
         # The copy counts as created here: writing it needs no saving.
-        for tensor in tensors_in(batch):
-            storages.created |= storages.of(tensor)
+        accesses.created.update(*map(self.storages.of, tensors_in(batch)))
 
     def end(self) -> None:
         """Note the storages that outlive the iteration that has just ended; its context is gone."""
@@ -195,26 +193,21 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
         number = number or id(owner)
         if number in self._known:
             return
-        kind = type(owner).__name__
-        alike = sum(type(other.owner).__name__ == kind for other in self._owners)
-        named = Owner(f"{kind} ({alike + 1})" if alike else kind, owner)
-        refuse_scripted([named])
+        named = Owner(type(owner).__name__, owner)
         if isinstance(owner, Optimizer):
             refuse_scheduled(owner, [other.owner for other in self._owners])
         self._known |= {number, *map(id, modules_of([named]))}
         self._owners.append(named)
         self._saved.add(named)
 
-    def _before_use(self, leaf: Tensor) -> None:
-        """Save a leaf that requires grad: its use may add a gradient, or write the leaf."""
-        if id(leaf) not in self._leaves:
-            self._leaves[id(leaf)] = leaf
-            self._saved.add(Owner("leaf", leaf))
+    def _existed(self, tensor: Tensor) -> frozenset[StorageId]:
+        """Return the storages of a tensor that were there before these iterations."""
+        return self.storages.of(tensor) - self.accesses.created
 
-    def _before_write(self, numbers: Iterable[StorageId], tensor: Tensor) -> None:
+    def _before_write(self, tensor: Tensor) -> None:
         """Save memory that existed before and is about to be written."""
-        for number in numbers:
-            if number not in self._memory and tensor.layout is torch.strided and not tensor.is_meta:
+        for number in self._existed(tensor) - self._memory.keys():
+            if tensor.layout is torch.strided and not tensor.is_meta:
                 with torch.no_grad():
                     # The whole storage as bytes: the tensor at hand may be a view of a part of it.
                     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)

@@ -24,6 +24,7 @@ from swpipe._state.loop import declared_memory
 from swpipe._values.containers import LEAF, kind_of
 from swpipe._values.stateful import (
     PLAIN,
+    REGISTERED,
     Owner,
     has_state_dict,
     is_generator,
@@ -38,6 +39,9 @@ from swpipe.errors import PlanError, Problem
 DECLARED = "declared"
 """The kind of items in declared memory, whose owner is the declared state."""
 
+ATTRIBUTE = "attribute"
+"""The kind of items that are attributes of the context, one for each iteration."""
+
 
 class StateItem(NamedTuple):
     """The name of one piece of state.
@@ -47,7 +51,8 @@ class StateItem(NamedTuple):
         owner: The object that it belongs to: "model".
         kind: "parameters", "buffers", "gradients", "state" of an optimizer, "options" of an
             optimizer, "mode" of a module, "declared", "unnamed" for memory that is known by a
-            description only, or "" for anything else that belongs to no module and no optimizer.
+            description only, "attribute" of the context, or "" for anything else that belongs to
+            no module and no optimizer.
     """
 
     name: str
@@ -136,11 +141,8 @@ def items_of(root: str, owner: Any) -> Iterator[tuple[StateItem, Tensor]]:
                 yield StateItem(f"{path}.{name}", root, kind), tensor
     for path, module in modules:
         for name, value in [*vars(module).items()]:  # copied: a running task may add an attribute
-            if name not in _REGISTERED:
+            if name not in REGISTERED:
                 yield from _indexed(f"{path}.{name}", root, "buffers", value)
-
-
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def _indexed(path: str, root: str, kind: str, value: Any) -> Iterator[tuple[StateItem, Tensor]]:
@@ -203,7 +205,7 @@ def assign_declared(
     """
     state_of: dict[StorageId, str] = {}
     # By storage and not by tensor, since views and shards are other tensors in the same memory.
-    for task, io, tensor in _declared(tasks):
+    for task, io, tensor in declared_tensors(tasks):
         for storage in nbytes(tensor):
             other = state_of.setdefault(storage, str(io.state))
             if other != io.state:
@@ -221,12 +223,9 @@ def assign_declared(
     return assigned
 
 
-def declared_tensors(tasks: Iterable[PipelineTask]) -> Iterator[tuple[DeclaredIO, Tensor]]:
-    """Return the tensors in declared memory, each with its declaration."""
-    return ((io, tensor) for _, io, tensor in _declared(tasks))
-
-
-def _declared(tasks: Iterable[PipelineTask]) -> Iterator[tuple[PipelineTask, DeclaredIO, Tensor]]:
+def declared_tensors(
+    tasks: Iterable[PipelineTask],
+) -> Iterator[tuple[PipelineTask, DeclaredIO, Tensor]]:
     """Yield each task, declaration and tensor in declared memory.
 
     These are given tensors, tensors of given modules, and this rank's shards of ShardedTensors.

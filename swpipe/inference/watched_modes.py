@@ -8,15 +8,13 @@ is not seen, only the mode of each module when it runs.
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from threading import get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
-
-from swpipe.inference.pruned_dict import PrunedDict
 
 
 class ModuleModes:
@@ -30,31 +28,32 @@ class ModuleModes:
         eager: Whether nothing compiled runs meanwhile.
 
     Attributes:
-        ran: Id to module, of those that the last run called.
-        switched: Id to module, of those whose mode differed within a run or from an earlier run,
-            outermost first.
+        ran: The modules that the last run called, outermost first.
+        switched: The modules whose mode differed within a run or from an earlier run, outermost
+            first.
     """
 
     def __init__(self, modules: Iterable[Module] = (), *, eager: bool = False) -> None:
-        self._given = {id(module): module for module in modules}
-        self._known = PrunedDict[int, tuple[weakref.ref[Module], bool]]()
-        for module in self._given.values():
-            self._known[id(module)] = weakref.ref(module), module.training
+        self._given = [*modules]
+        # The mode in which each module ran last.
+        self._last = WeakKeyDictionary({module: module.training for module in self._given})
         self._eager = eager
-        self.ran: dict[int, Module] = {}
-        self.switched: dict[int, Module] = {}
+        self.ran: dict[Module, None] = {}
+        self.switched: dict[Module, None] = {}
 
     def __enter__(self) -> ModuleModes:
         self._hook = None
         self.ran = {}
-        self._modes = {number: module.training for number, module in self._alive()}
+        self._begin = {module: module.training for module in self._last}
         if self._eager or not something_is_compiled():
             thread = get_ident()
 
             def running(module: Module, inputs: Any) -> None:
                 # The hook is global: it also fires for modules that other threads run.
                 if get_ident() == thread:
-                    self._run(module)
+                    self.ran[module] = None
+                    self._compare(module)
+                    self._last[module] = module.training
 
             self._hook = register_module_forward_pre_hook(running)
         return self
@@ -62,30 +61,16 @@ class ModuleModes:
     def __exit__(self, *failure: object) -> None:
         if self._hook is not None:
             self._hook.remove()
-        for module in {**self.ran, **self._given}.values():
+        for module in (*self.ran, *self._given):
             self._compare(module)
-        self._known.prune(lambda known: known[0]() is None)
-
-    def _run(self, module: Module) -> None:
-        """Note that a module is about to run, and in which mode."""
-        self._modes.setdefault(id(module), module.training)
-        self.ran[id(module)] = module
-        self._compare(module)
-        # An id can be reused by a new module, so the weak reference decides whether it is the same
-        # one.
-        reference, mode = self._known.get(id(module), (None, module.training))
-        if reference is not None and reference() is module and mode != module.training:
-            self.switched.setdefault(id(module), module)
-        self._known[id(module)] = weakref.ref(module), module.training
+        self._begin = {}
 
     def _compare(self, module: Module) -> None:
-        if self._modes.get(id(module), module.training) != module.training:
-            self.switched.setdefault(id(module), module)
-
-    def _alive(self) -> Iterator[tuple[int, Module]]:
-        for number, (reference, _) in self._known.items():
-            if (module := reference()) is not None:
-                yield number, module
+        """Note a module whose mode is not the one of the run's begin, or of its last call."""
+        mode = module.training
+        begin = self._begin.setdefault(module, mode)
+        if begin != mode or self._last.get(module, mode) != mode:
+            self.switched[module] = None
 
 
 def something_is_compiled() -> bool:

@@ -11,22 +11,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from swpipe._values.context_log import ContextWatch
-from swpipe._values.fingerprint import TensorState, is_fixed
+from swpipe._values.fingerprint import TensorState
 from swpipe._values.walk import grad_or_none, leaves_in, map_tensors, tensors_in
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
 from swpipe.errors import ShortcutError, add_note
-from swpipe.shortcut.graft import (
-    Sources,
-    Spent,
-    ZeroGradients,
-    connect,
-    find_sources,
-    gradient_edges,
-)
+from swpipe.shortcut.graft import connect
 from swpipe.shortcut.handed_out import HandedOut, LaterUses
-from swpipe.shortcut.leaf_gradients import LeafGradients, LeftGradient
-from swpipe.shortcut.objects import KeptObjects, NotReplayableError
+from swpipe.shortcut.leaf_gradients import LeafGradients, OwnLeaf, find_sources, gradient_edges
+from swpipe.shortcut.objects import KeptObjects
 
 
 class ReplayedValues(NamedTuple):
@@ -86,65 +79,47 @@ class _Cached(NamedTuple):
         with torch.inference_mode(False), torch.no_grad():
             clone = tensor.detach().clone()
             grad = None if grad is None else grad.detach().clone()
-        return cls(clone, TensorState.of(clone), leaf, computed, grad, tensor.retains_grad, place)
-
-
-def run_and_cache(task: PipelineTask, ctx: Any, device: Device) -> Cache:
-    """Run a task and cache its changes to the context, and what each io captures afterwards.
-
-    Raises:
-        ShortcutError: An output cannot be cached.
-    """
-    # The watch does not cover the captures: they are the user's functions and not the task's.
-    with ContextWatch(ctx) as watch:
-        edges = gradient_edges(watch.before) if torch.is_grad_enabled() else {}
-        gradients = LeafGradients(watch.before)
-        task.fn(ctx)
-    states = [call_io(task, index, "capture", io.capture) for index, io in enumerate(task.io)]
-    values = ReplayedValues({name: vars(ctx)[name] for name in watch.produced}, states)
-    made = list(tensors_in(values))
-    sources = find_sources((tensor for tensor in made if not tensor.is_leaf), edges, made)
-    return Cache(task.name, ctx, values, watch.deleted, gradients.changed(), sources, device)
+        return cls(clone, TensorState(clone), leaf, computed, grad, tensor.retains_grad, place)
 
 
 class Cache:
-    """The products of one run of a task on ``ctx``.
+    """The products of one run of a task: its changes to the context, and what each io captures.
+
+    The task runs when the cache is made.
 
     Attributes:
-        in_backward: The cost of replays in the backward of other tasks.
+        in_backward_s: The seconds that replays have cost in each backward of other tasks.
 
     Args:
-        task: The task's name.
+        task: The task.
         ctx: The run's context.
-        values: The values that the task produced.
-        deleted: Attributes that the task deleted.
-        gradients: Gradients that the task left at leaves.
-        sources: The sources that its outputs were computed from.
         device: The device on which the task works.
 
     Raises:
         ShortcutError: An output cannot be cached.
     """
 
-    def __init__(
-        self,
-        task: str,
-        ctx: Any,
-        values: ReplayedValues,
-        deleted: tuple[str, ...],
-        gradients: list[LeftGradient],
-        sources: Sources,
-        device: Device,
-    ) -> None:
-        self._task = task
-        self._deleted = deleted
-        self._gradients = gradients
-        self._sources = sources
+    def __init__(self, task: PipelineTask, ctx: Any, device: Device) -> None:
+        # The watch does not cover the captures: they are the user's functions and not the task's.
+        with ContextWatch(ctx) as watch:
+            edges = gradient_edges(watch.before) if torch.is_grad_enabled() else {}
+            gradients = LeafGradients(watch.before)
+            task.fn(ctx)
+        states = [call_io(task, index, "capture", io.capture) for index, io in enumerate(task.io)]
+        values = ReplayedValues({name: vars(ctx)[name] for name in watch.produced}, states)
+        made = list(tensors_in(values))
+        sources = find_sources((tensor for tensor in made if not tensor.is_leaf), edges)
+        self._task = task.name
+        self._deleted = watch.deleted
+        self._gradients = gradients.changed()
+        self._inputs = sources.attributes
+        # Leaves that the task made itself are no inputs.
+        own = [leaf for leaf in sources.leaves if all(leaf is not tensor for tensor in made)]
+        self._leaves = [OwnLeaf(leaf) for leaf in own]
         self._device = device
-        self._zeros = ZeroGradients()
-        self.in_backward = Spent()
+        self.in_backward_s: list[float] = []
         self._cached: dict[int, _Cached] = {}
-        self._objects = KeptObjects()
+        self._objects = KeptObjects(task.name)
         self._checking = threading.Lock()
         self._refused = ""  # why replays are wrong, once this is known
         self._uses = LaterUses(self._keep(ctx, values))
@@ -164,7 +139,7 @@ class Cache:
         stream = self._device.current_stream()
         if stream != self._stream:
             self._ready.wait(stream)  # the cache was made under another plan, on another stream
-        values = self._new_values(ctx, self._new_tensors(vars(ctx), stream))
+        values = self._new_values(ctx, self._new_tensors(vars(ctx)))
         # Values were made before anything is deleted: their sources may be among the deleted
         # attributes.
         for name in self._deleted:
@@ -190,7 +165,7 @@ class Cache:
         if self._refused:
             raise ShortcutError(self._task, self._refused)
         for cached in self._cached.values():
-            if not cached.state.same(TensorState.of(cached.clone)):
+            if cached.state.changed():
                 raise ShortcutError(
                     self._task,
                     f"{cached.place} was modified in place after it was restored, and it shares "
@@ -198,10 +173,7 @@ class Cache:
                     "before modifying it, or shortcut the task that modifies it too; "
                     f"disable_shortcut({self._task!r}) drops the cache",
                 )
-        try:
-            self._objects.check()
-        except NotReplayableError as refusal:
-            raise ShortcutError(self._task, str(refusal)) from None
+        self._objects.check()
 
     def accept(self, ctx: Any) -> None:
         """Accept the changes on ``ctx`` by another task that is shortcut too."""
@@ -209,7 +181,8 @@ class Cache:
 
     def close(self) -> None:
         """Remove the hooks on parameters."""
-        self._sources.close()
+        for leaf in self._leaves:
+            leaf.close()
 
     def _keep(self, ctx: Any, live: ReplayedValues) -> HandedOut:
         """Copy what the task produced into the cache."""
@@ -227,12 +200,7 @@ class Cache:
             return tensor if isinstance(tensor, Parameter) else memo[id(tensor)]
 
         def keep_object(value: Any) -> Any:
-            if is_fixed(value):
-                return value
-            try:
-                kept = self._objects.keep(value, places.get(id(value), "its output"), memo)
-            except NotReplayableError as refusal:
-                raise ShortcutError(self._task, str(refusal)) from None
+            kept = self._objects.keep(value, places.get(id(value), "its output"), memo)
             if self._objects.copies(kept):
                 outputs[id(kept)] = value
             return kept
@@ -261,23 +229,20 @@ class Cache:
             objects[id(value)] = self._objects.hand_out(value, memo)
             return objects[id(value)]
 
-        leaf = hand_out if self._objects.any_copies else None
-        values = map_tensors(self._values, lambda tensor: fresh.get(id(tensor), tensor), leaf)
+        values = map_tensors(self._values, lambda tensor: fresh.get(id(tensor), tensor), hand_out)
         if not self._uses.known:
             self._uses.add(HandedOut(ctx, fresh | objects))
         return values
 
-    def _new_tensors(self, attributes: dict[str, Any], stream: Any) -> dict[int, Tensor]:
+    def _new_tensors(self, attributes: dict[str, Any]) -> dict[int, Tensor]:
         """Return the tensor to restore for each clone, by the id of the clone."""
         fresh = {key: self._memory_of(key, cached) for key, cached in self._cached.items()}
         computed = [key for key, cached in self._cached.items() if cached.computed]
         if computed:  # with grad mode off there are no inputs, and autograd ignores the graph
-            inputs = [attributes.get(name) for name in self._sources.attributes]
+            inputs = [attributes.get(name) for name in self._inputs]
             upstream = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-            zeros = self._zeros.like(upstream, stream)
             restored = [fresh[key] for key in computed]
-            leaves = self._sources.leaves
-            outputs = connect(restored, upstream, zeros, leaves, self._task, self.in_backward)
+            outputs = connect(restored, upstream, self._leaves, self._task, self.in_backward_s)
             fresh |= zip(computed, outputs, strict=True)
         # After the graft: its outputs are the tensors that later tasks see.
         for key, cached in self._cached.items():
@@ -300,9 +265,8 @@ class Cache:
     def _reason_to_refuse(self) -> str:
         """Return why replays are wrong, or "", once the uses of the outputs are known."""
         for name, value in self._values.attributes.items():
-            leaves = {id(leaf) for leaf in leaves_in(value)}
-            for key in {id(tensor) for tensor in tensors_in(value)} | leaves:
-                if self._uses.modified_through_another(key):
+            for part in (*leaves_in(value), *tensors_in(value)):
+                if self._uses.modified_through_another(id(part)):
                     return (
                         f"ctx.{name} was modified after the task through another object that "
                         "shares its memory, such as the base of a view. A replay does not repeat "

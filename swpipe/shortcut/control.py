@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic
 
@@ -46,9 +46,9 @@ class ShortcutControl(Generic[C]):
         names = self.task_names(*tasks)
         shortcuts = self._driver.engine.shortcuts
         substitute = None if with_ is None else substitute_of(names, with_)
-        wanted = {*shortcuts.names, *names}
         # Compared before anything changes: on an error the tasks are shortcut as before.
-        self._compare_shortcuts("enable", shortcuts.labels(wanted, names, substitute))
+        wanted = shortcuts.substitutes | dict.fromkeys(names, substitute)
+        self._compare_shortcuts("enable", wanted)
         shortcuts.enable(names, substitute)
 
     def disable_shortcut(self, *tasks: TaskRef) -> None:
@@ -65,8 +65,8 @@ class ShortcutControl(Generic[C]):
         if not shortcuts.names.isdisjoint(names):
             # Ranks compare the tasks that stay shortcut, since those decide which collectives are
             # called.
-            left = shortcuts.names.difference(names)
-            self._compare_shortcuts("disable", shortcuts.labels(left))
+            left = {name: s for name, s in shortcuts.substitutes.items() if name not in names}
+            self._compare_shortcuts("disable", left)
             shortcuts.disable(names)
 
     def cycle_shortcuts(self, cycle: int) -> None:
@@ -93,12 +93,13 @@ class ShortcutControl(Generic[C]):
         """
         return sum(map(self._driver.engine.shortcuts.in_backward_s, self.task_names(*tasks)))
 
-    def _compare_shortcuts(self, act: ShortcutAct, wanted: Collection[str]) -> None:
-        """Check that all ranks shortcut the same tasks."""
+    def _compare_shortcuts(self, act: ShortcutAct, wanted: Mapping[str, object]) -> None:
+        """Check that all ranks shortcut the same tasks, and have substitutes for the same ones."""
         # Without check_ranks, ranks may run different pipelines and would not come here.
         if self._alike:
             timeout_s = math.inf if self._stall_timeout_s is None else self._stall_timeout_s
-            check_same_shortcuts(self.plan.digest(), act, wanted, timeout_s)
+            labels = {f"{name} (with_)" if given else name for name, given in wanted.items()}
+            check_same_shortcuts(self.plan.digest(), act, labels, timeout_s)
 
     @contextmanager
     def shortcut(self, *tasks: TaskRef, with_: Substitute | None = None) -> Iterator[None]:

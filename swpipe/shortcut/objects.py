@@ -11,7 +11,7 @@
     object with a tensor that autograd computed            refused: its graph can be used only once
     other object without visible contents                  refused: a change would not be seen
 
-A refused object raises a ``NotReplayableError``, whose message says how to avoid it.
+A refused object raises a ``ShortcutError``, whose message says how to avoid it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 from swpipe._values.fingerprint import Fingerprint, is_fixed, is_object, replays_itself
 from swpipe._values.stateful import WHOLE, has_state
 from swpipe._values.walk import ValueNode
+from swpipe.errors import ShortcutError
 
 _CANNOT_COPY = (TypeError, ValueError, AttributeError, RuntimeError, pickle.PickleError, copy.Error)
 """The errors that ``copy.deepcopy`` raises for objects that cannot be copied."""
@@ -39,22 +40,14 @@ _MEND = (
 )
 
 
-class NotReplayableError(Exception):
-    """The error for an object that cannot be replayed; the message says why and what to do."""
-
-
 class KeptObjects:
     """The objects that a task produced, apart from containers and tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: str) -> None:
+        self._task = task
         self._copies: dict[int, Any] = {}
         self._alone: dict[int, Any] = {}  # objects without attributes, often compared by identity
         self._same: list[tuple[str, Fingerprint]] = []
-
-    @property
-    def any_copies(self) -> bool:
-        """Whether a replay copies any object."""
-        return bool(self._copies)
 
     def copies(self, value: Any) -> bool:
         """Return whether a replay copies a kept object."""
@@ -70,12 +63,12 @@ class KeptObjects:
                 added.
 
         Raises:
-            NotReplayableError: The object cannot be replayed.
+            ShortcutError: The object cannot be replayed.
         """
         if is_fixed(value):
             return value
         content = Fingerprint(value)
-        _check(value, content, place)
+        self._check(value, content, place)
         if _may_be_shared(value):
             return value
         # A copy of an object that leads to a model would copy the model; a copy of a sentinel would
@@ -86,9 +79,10 @@ class KeptObjects:
                 return copied
         # Handed out itself from here on, so every change to it must be visible in its fingerprint.
         if unknown := [leaf for leaf in content.leaves if not _may_be_shared(leaf)]:
-            raise NotReplayableError(
+            raise ShortcutError(
+                self._task,
                 f"{place} holds {_described(value, unknown[0])}, which cannot be copied, and whose "
-                f"changes cannot be detected. {_MEND}"
+                f"changes cannot be detected. {_MEND}",
             )
         self._same.append((place, content))
         return value
@@ -103,13 +97,32 @@ class KeptObjects:
         """Check that objects that are handed out themselves are unmodified.
 
         Raises:
-            NotReplayableError: An object was modified in place.
+            ShortcutError: An object was modified in place.
         """
         for place, content in self._same:
             if content.changed():
-                raise NotReplayableError(
+                raise ShortcutError(
+                    self._task,
                     f"{place} holds {_described(content.value)}, which was modified after the "
-                    f"task and cannot be copied. {_MEND}"
+                    f"task and cannot be copied. {_MEND}",
+                )
+
+    def _check(self, value: Any, content: Fingerprint, place: str) -> None:
+        """Refuse an object with an iterator, or with a tensor that autograd computed."""
+        for part in (*content.leaves, *(node.value for node in content.nodes)):
+            # Files and generators are iterators, too.
+            if isinstance(part, Iterator | AsyncIterator) and not replays_itself(part):
+                raise ShortcutError(
+                    self._task,
+                    f"{place} holds {_described(value, part)}, an iterator, which the first "
+                    f"iteration uses up. Produce a list instead. Otherwise: {_MEND}",
+                )
+        for tensor in content.tensors:
+            if tensor.requires_grad and not tensor.is_leaf:
+                raise ShortcutError(
+                    self._task,
+                    f"{place} holds {_described(value)} with a tensor that autograd computed; its "
+                    f"graph can be used only once. {_MEND}",
                 )
 
     def _copy(self, value: Any, content: Fingerprint, memo: dict[int, Any]) -> Any:
@@ -151,23 +164,6 @@ def _leads_to_state(content: Fingerprint) -> bool:
     return any(isinstance(part, WHOLE) or has_state(part) for part in content.leaves) or any(
         has_state(tensor) for tensor in content.tensors
     )
-
-
-def _check(value: Any, content: Fingerprint, place: str) -> None:
-    """Raise an error for an object with an iterator, or with a tensor that autograd computed."""
-    for part in (*content.leaves, *(node.value for node in content.nodes)):
-        # Files and generators are iterators, too.
-        if isinstance(part, Iterator | AsyncIterator) and not replays_itself(part):
-            raise NotReplayableError(
-                f"{place} holds {_described(value, part)}, an iterator, which the first iteration "
-                f"uses up. Produce a list instead. Otherwise: {_MEND}"
-            )
-    for tensor in content.tensors:
-        if tensor.requires_grad and not tensor.is_leaf:
-            raise NotReplayableError(
-                f"{place} holds {_described(value)} with a tensor that autograd computed; its "
-                f"graph can be used only once. {_MEND}"
-            )
 
 
 def _described(value: Any, part: Any = None) -> str:

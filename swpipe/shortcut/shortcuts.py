@@ -37,7 +37,7 @@ Assumptions
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,21 +53,23 @@ class Shortcuts:
     """The tasks that are replayed, and their caches.
 
     Attributes:
-        names: The tasks that have to go through ``run``; always the same set object.
+        substitutes: Each task that has to go through ``run``, with the function that is called in
+            its place; None for a task that is replayed.
+        names: These tasks: a view of the keys.
         cycle: The number of iterations after which the same batches come again. Each iteration of
             the cycle has a cache of its own, so that later tasks work on values of the right batch.
     """
 
     def __init__(self, device: Device | None = None) -> None:
-        self.names: set[str] = set()
+        self.substitutes: dict[str, Callable[[Any], None] | None] = {}
+        self.names = self.substitutes.keys()
         self.cycle = 1
         self._device: Device = CpuDevice() if device is None else device
         # Task to its caches, by grad mode and place in the cycle. Each ``enable`` creates a new
         # inner dict: a run that started before ``disable`` stores its cache in the old one, where
         # it is never read.
         self._caches: dict[str, dict[tuple[bool, int], Cache]] = {}
-        self._substitutes: dict[str, Callable[[Any], None]] = {}
-        self._lock = threading.Lock()  # names and caches must change together
+        self._lock = threading.Lock()  # tasks and caches must change together
         self._turns: dict[str, threading.Lock] = {}  # task to a lock for its runs
 
     def enable(
@@ -79,43 +81,24 @@ class Shortcuts:
         """
         # Imported late: most pipelines never replay a task. Imported here and not in ``run``, so
         # that no task's measured time includes it.
-        from swpipe.shortcut.cache import run_and_cache
+        from swpipe.shortcut.cache import Cache
 
-        self._run_and_cache = run_and_cache
+        self._cache = Cache
         with self._lock:
             for name in task_names:
                 self._caches.setdefault(name, {})
-                if substitute is None:
-                    self._substitutes.pop(name, None)
-                else:
-                    self._substitutes[name] = substitute
-                self.names.add(name)
+                self.substitutes[name] = substitute
 
     def enable_like(self, other: Shortcuts) -> None:
         """Enable the same tasks as another object, with own caches and the same substitutes."""
-        self.enable(other.names)
-        self._substitutes |= other._substitutes
-
-    def labels(
-        self,
-        task_names: Iterable[str],
-        enabled: Collection[str] = (),
-        substitute: Callable[[Any], None] | None = None,
-    ) -> set[str]:
-        """Return the names of tasks in the form that ranks compare, once some are ``enabled``.
-
-        A task with a substitute counts as another task.
-        """
-        substituted = self._substitutes.keys() - {*enabled}
-        substituted |= set() if substitute is None else {*enabled}
-        return {f"{name} (with_)" if name in substituted else name for name in task_names}
+        for name, substitute in [*other.substitutes.items()]:
+            self.enable([name], substitute)
 
     def disable(self, task_names: Iterable[str]) -> None:
         """Run tasks normally from their next run on, and drop their caches."""
         with self._lock:
             for name in task_names:
-                self.names.discard(name)
-                self._substitutes.pop(name, None)
+                self.substitutes.pop(name, None)
                 for cache in self._caches.pop(name, {}).values():
                     cache.close()
 
@@ -132,7 +115,7 @@ class Shortcuts:
     def in_backward_s(self, task_name: str) -> float:
         """Return the seconds that a task's replays have cost in the backward of other tasks."""
         caches = self._caches.get(task_name, {}).values()
-        return sum(cache.in_backward.seconds for cache in list(caches))
+        return sum(seconds for cache in list(caches) for seconds in list(cache.in_backward_s))
 
     def run(self, task: PipelineTask, ctx: Any, in_turn: Callable[[], None] = lambda: None) -> None:
         """Run a task and cache what it produces, or replay its cache.
@@ -147,7 +130,7 @@ class Shortcuts:
             ShortcutError: The cache was modified in place, or an output cannot be cached.
         """
         caches = self._caches.get(task.name)
-        substitute = self._substitutes.get(task.name)
+        substitute = self.substitutes.get(task.name)
         if substitute is not None:
             substitute(ctx)
             return
@@ -163,7 +146,7 @@ class Shortcuts:
         with self._turns.setdefault(task.name, threading.Lock()):
             cache = caches.get(key)
             if cache is None:
-                caches[key] = self._run_and_cache(task, ctx, self._device)
+                caches[key] = self._cache(task, ctx, self._device)
                 # Under the task's lock, so that no replay of the task starts before its changes are
                 # accepted.
                 self._accept(ctx)

@@ -86,7 +86,7 @@ def _set(values: Mapping[str, Any], ctx: Any) -> None:
         # to.
         if not (torch.is_grad_enabled() and upstream and own.dtype.is_floating_point):
             return own
-        return connect([own], upstream, [torch.zeros_like(t.detach()) for t in upstream])[0]
+        return connect([own], upstream)[0]
 
     def unshared(value: Any) -> Any:
         # Each iteration gets a copy, as it would from the task.

@@ -81,24 +81,6 @@ def test_what_the_schedule_keeps_is_told_apart() -> None:
     assert edges(apart.missing) == [("step", "backward", 0), ("forward", "step", 1)]
 
 
-def test_a_needless_dependence_is_reported() -> None:
-    """Backward shares nothing with load; the text says when to keep the dependence."""
-    extra = plan("abcd", deps=[*DEPS, ("backward", "load")], cross_iter_deps=[("forward", "step")])
-    found = compare(extra, CHAIN)
-    (one,) = found.needless
-    assert (one.dependence[:3], one.carries) == (("backward", "load", 0), False)
-    assert "keep those that stand for what no recording sees" in str(found)
-
-
-def test_a_needless_dependence_may_carry_another() -> None:
-    """A chain through a task that touches nothing orders its neighbours."""
-    effects = table(make=">a", idle=">", use="a>b")
-    schedule = {name: TaskSchedule(thread_group=name) for name in effects}
-    found = compare(PipelinePlan(schedule, [("idle", "make"), ("use", "idle")]), effects)
-    assert found.missing == ()
-    assert [one.carries for one in found.needless] == [True, True]
-
-
 def test_staleness_that_the_plan_allows_is_accepted() -> None:
     """Forward may read parameters one step behind, if it always does."""
     carried = [("forward", "step", 2), ("backward", "step", 1)]

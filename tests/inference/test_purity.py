@@ -552,4 +552,4 @@ def test_a_mode_that_differs_from_that_of_the_run_before_is_switched() -> None:
         with modes:
             model(torch.ones(1))
             other(torch.ones(1))
-    assert [*modes.switched.values()] == [model]
+    assert [*modes.switched] == [model]

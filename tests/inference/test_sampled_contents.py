@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swpipe._values.storages import Storages
 from swpipe.device import CpuDevice, Stream
-from swpipe.inference import sampled_contents
 from swpipe.inference.sampled_contents import SampledContents, UsedMemory
 
 
@@ -87,7 +86,6 @@ def test_the_answer_of_a_device_is_read_when_it_has_it(monkeypatch: pytest.Monke
         def query(self) -> bool:
             return reached[0]
 
-    monkeypatch.setattr(sampled_contents, "on_cpu", lambda flag: False)
     device = CpuDevice()
     monkeypatch.setattr(device, "new_event", Event)
     contents, tensor = SampledContents(device), torch.ones(8)

@@ -81,7 +81,7 @@ def written_out(tensor: Tensor) -> tuple[torch.dtype, bool, list[float]]:
 def test_a_task_runs_once_and_is_replayed_from_then_on() -> None:
     """Enabled, also twice: one cached run, then replays; disabled: it just runs.
 
-    The engine looks tasks up in one set object, which changes in place.
+    The engine looks tasks up in one view, which changes with them.
     """
     shortcut = Shortcut(assign(y=x(5)))
     names = shortcut.shortcuts.names

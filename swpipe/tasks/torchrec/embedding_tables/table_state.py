@@ -24,8 +24,7 @@ CaptureRestore: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
 class TableState:
     """The rows of sharded modules as an object with ``state_dict`` and ``load_state_dict``.
 
-    ``given`` are the user's two functions, or None. With them, ``restored_modules`` are the modules
-    whose rows they restore.
+    ``given`` are the user's two functions, or None.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], given: CaptureRestore | None) -> None:
@@ -33,7 +32,6 @@ class TableState:
         self._hidden = [] if given else [name for name in modules if _hides_rows(modules[name])]
         self._modules = modules
         self._given = given
-        self.restored_modules = tuple(modules.values()) if given else ()
 
     def __bool__(self) -> bool:
         """Whether some rows can be restored by the user's functions only."""
