@@ -26,13 +26,12 @@ import torch
 from swpipe._values.context_log import ContextWatch
 from swpipe._values.generators import default_generators, set_default_generators
 from swpipe.core.messages import shown
-from swpipe.core.plan import PULL, PipelinePlan
+from swpipe.core.plan import PULL
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, resolve
-from swpipe.pipeline import SWPipeline
 from swpipe.program import RETIRE
 from swpipe.testing.compared_values import DELETED, copies, first_unequal, leaves_by_name
-from swpipe.testing.same_numbers import Loop, tasks_of
+from swpipe.testing.same_numbers import Loop, pipeline_of, tasks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +139,8 @@ class _Side:
         self._state = None if loop.state is list else loop.state
         self._last = copies(self._now())
         tasks = [self._recorded(each) for each in tasks_of(loop)]
-        plan = PipelinePlan.serial(tasks) if loop.plan is None else loop.plan
         # A check of effects would raise before the difference is found.
-        with SWPipeline(
-            plan, tasks, device=device, context=loop.context, check_effects=False
-        ) as pipe:
+        with pipeline_of(loop, tasks, device) as pipe:
             self.tasks = [each.name for each in pipe.tasks]
             for ctx in pipe.iterate(self._batches(loop, iterations)):
                 left = copies(_attributes(ctx, [*vars(ctx)]))

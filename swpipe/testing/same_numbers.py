@@ -6,21 +6,22 @@ values such as a counter, an object's attribute or a file. ``assert_same_numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
 
-from swpipe._engine.randomness import TaskSeeds
 from swpipe._values.generators import default_generators, set_default_generators
 from swpipe.core.context import IterContext
 from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import Device, resolve
-from swpipe.loops.overlapping import overlap
-from swpipe.testing.compared_values import ABSENT, copies, first_unequal, leaves_by_name
+from swpipe.loops.overlapping import OverlappedLoop, overlap
+from swpipe.pipeline import SWPipeline
+from swpipe.testing.compared_values import copies, first_unequal, leaves_by_name
 
 
 @dataclass(frozen=True)
@@ -87,35 +88,43 @@ def assert_same_numbers(
         device: As for ``overlap``.
 
     Raises:
-        AssertionError: Names the first iteration, attribute and element that differ.
+        AssertionError: Names the first iteration, attribute and element that differ; of an
+            iteration that one run has not, everything differs.
     """
     where = resolve(device)
     begin = default_generators(where)
+    loop = make_loop()
     # The serial run ends before the other one begins: both may use the default generators.
-    expected = [*_plain(make_loop(), iterations, where)]
+    with pipeline_of(loop, tasks_of(loop), device=device) as pipe:
+        batches = islice(loop.loader, iterations)
+        expected = [*_results(loop, map(pipe.run_one_serial_iter, batches))]
     set_default_generators(where, begin)
     loop = make_loop()
-    number = -1  # the last iteration, for a loader without batches
-    with overlap(
-        loop.loader,
-        loop.tasks,
-        device=device,
-        pull_ahead=loop.pull_ahead,
-        context=loop.context,
-    ) as contexts:
-        # The range comes first: zip pulls no context that it does not hand out.
-        for number, ctx in zip(range(iterations), contexts, strict=False):
-            loop.body(ctx)
-            # A loader that counts its passes may have more batches in the second one.
-            if number >= len(expected):
+    with overlapped(loop, device=device) as contexts:
+        results = _results(loop, islice(contexts, iterations))
+        # A loader that counts its passes may have more batches in the second one, or fewer.
+        nothing: dict[str, Any] = {}
+        for number, pair in enumerate(zip_longest(expected, results, fillvalue=nothing)):
+            if unequal := first_unequal(*pair):
+                name, element, plain, ahead = unequal
                 raise AssertionError(
-                    f"the plain loop has {len(expected)} iterations, the overlapped loop has more"
+                    f"iteration {number}: {name}{[*element] or ''} differs: plainly "
+                    f"{shown(plain)}, overlapped {shown(ahead)}. A pure task or the loader, which "
+                    "run ahead, uses what the loop changes, or changes what the loop uses"
                 )
-            _compare(number, expected[number], _contents(loop, ctx))
-    if number + 1 < len(expected):
-        raise AssertionError(
-            f"the plain loop has {len(expected)} iterations, the overlapped loop has {number + 1}"
-        )
+
+
+def overlapped(loop: Loop, **options: Any) -> OverlappedLoop[Any]:
+    """Return a loop's contexts, with the loader and its pure tasks ahead."""
+    return overlap(
+        loop.loader, loop.tasks, pull_ahead=loop.pull_ahead, context=loop.context, **options
+    )
+
+
+def pipeline_of(loop: Loop, tasks: Sequence[PipelineTask], device: Any = None) -> SWPipeline[Any]:
+    """Return a pipeline of a loop's tasks under its plan, or serially; it checks no effects."""
+    plan = PipelinePlan.serial(tasks) if loop.plan is None else loop.plan
+    return SWPipeline(plan, tasks, device=device, context=loop.context, check_effects=False)
 
 
 def tasks_of(loop: Loop) -> list[PipelineTask]:
@@ -123,47 +132,10 @@ def tasks_of(loop: Loop) -> list[PipelineTask]:
     return [t if isinstance(t, PipelineTask) else task(t) for t in refs_in(loop.tasks)]
 
 
-def _plain(loop: Loop, iterations: int, device: Device) -> Iterator[dict[str, Any]]:
-    """Run a loop serially, and yield copies of what each iteration leaves."""
-    tasks = tasks_of(loop)
-    # The pipeline seeds random tasks by name and iteration; the serial run has to do the same.
-    seeds = TaskSeeds(None, device)
-    # The range comes first, so that no batch is pulled in vain.
-    for number, batch in zip(range(iterations), loop.loader, strict=False):
-        ctx = loop.context(batch, number)
-        for each in tasks:
-            if each.random:
-                with seeds.seeded(each.name, number):
-                    each(ctx)
-            else:
-                each(ctx)
+def _results(loop: Loop, contexts: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Run the loop's body, and yield copies of what the context and the state hold, by name."""
+    for ctx in contexts:
         loop.body(ctx)
+        values = {f"ctx.{name}": value for name, value in vars(ctx).items()}
         # The next iteration may change these values in place.
-        yield copies(_contents(loop, ctx))
-
-
-def _contents(loop: Loop, ctx: Any) -> dict[str, Any]:
-    """Return the leaves to compare, by name: those of the context and of the state."""
-    values = {f"ctx.{name}": value for name, value in vars(ctx).items()}
-    return leaves_by_name({**values, "state()": loop.state()})
-
-
-def _compare(iteration: int, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
-    """Raise an AssertionError at the first difference."""
-    unequal = first_unequal(expected, actual)
-    if unequal is None:
-        return
-    name, element, plain, ahead = unequal
-    if plain is ABSENT or ahead is ABSENT:
-        side = "overlapped" if plain is ABSENT else "plain"
-        raise AssertionError(f"iteration {iteration}: only the {side} loop has {name}. {_WHY}")
-    raise AssertionError(
-        f"iteration {iteration}: {name}{[*element] or ''} differs: plainly {shown(plain)}, "
-        f"overlapped {shown(ahead)}. {_WHY}"
-    )
-
-
-_WHY = (
-    "A pure task or the loader, which run ahead, uses what the loop changes, or changes what the "
-    "loop uses"
-)
+        yield copies(leaves_by_name({**values, "state()": loop.state()}))

@@ -76,8 +76,8 @@ class Bytes(NamedTuple):
 
     Attributes:
         base: The address of the storage.
-        begin: Of the first byte.
-        end: Of the byte after the last.
+        begin: The first byte, counted from there.
+        end: The byte after the last one.
     """
 
     base: int

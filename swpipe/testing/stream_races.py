@@ -32,15 +32,13 @@ from torch._C import _has_storage as has_storage
 
 import swpipe
 from swpipe._engine.observers import Observer, Observers
-from swpipe._values.storages import Storages, described
+from swpipe._values.storages import Storages, described, span_of
 from swpipe._values.walk import parts_of
 from swpipe.device import on_cpu, resolve
 from swpipe.device.trace_callbacks import stream_number, trace_callbacks
 from swpipe.inference.operators import ALIASED, OperatorRecorder, tensors_of
-from swpipe.loops.overlapping import overlap
-from swpipe.pipeline import SWPipeline
 from swpipe.program import Instruction
-from swpipe.testing.same_numbers import Loop, tasks_of
+from swpipe.testing.same_numbers import Loop, overlapped, pipeline_of, tasks_of
 from swpipe.testing.stream_clocks import HOST, Bytes, MemoryHistory, StreamClocks, Use
 
 
@@ -178,13 +176,13 @@ class _Finder(Observer):
 
     def __init__(self) -> None:
         self.iteration = 0
+        self.local = threading.local()
         self._lock = threading.RLock()
         self._clocks = StreamClocks()
         self._memory = MemoryHistory(self._clocks)
         self._storages = Storages()
         self._names: dict[int, str] = {HOST: "host", 0: "default stream"}
         self._races: dict[tuple[Any, ...], Race] = {}
-        self._local = threading.local()
         self.device = resolve(None)
 
     def run(self, make_loop: Callable[[], Any], iterations: int) -> tuple[Race, ...]:
@@ -254,25 +252,18 @@ class _Finder(Observer):
     def start(self, ins: Instruction, iteration: int) -> None:
         if ins.stream is not None:
             self._names[stream_number(self.device.current_stream())] = str(ins.stream)
-        _Watch(self, ins.task, iteration).__enter__()
+        self._tasks.append((ins.task, iteration))
 
     def stop(self, ins: Instruction, iteration: int, exists: bool = True) -> None:
-        # On a thread, start and stop alternate, so the innermost mode is the watch of this task.
-        torch._C._pop_torch_dispatch_stack(None)
+        del self._tasks[-1:]
+
+    @property
+    def _tasks(self) -> list[tuple[str, int]]:
+        """The tasks that run on this thread, innermost last; a new list if it is not watched."""
+        return getattr(self.local, "tasks", [])
 
     def see(self, watch: _Watch, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run one operator, and record what it reads and writes."""
-        # A task's watch lies within the thread's: torch calls both, and the inner one records.
-        if getattr(self._local, "inside", False):
-            return func(*args, **kwargs)
-        self._local.inside = True
-        try:
-            return self._see(watch, func, args, kwargs)
-        finally:
-            self._local.inside = False
-
-    def _see(self, watch: _Watch, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run one operator, as ``see`` does."""
         if func is torch.ops.aten.record_stream.default:
             with self._lock:
                 for memory, _ in self._memory_of(args[0]):
@@ -336,9 +327,7 @@ class _Finder(Observer):
             new = any(new for _, new in self._storages.add(part))
             if new:
                 self._memory.allocate(base, on_host=on_host)
-            begin = part.data_ptr()
-            last = sum((n - 1) * step for n, step in zip(part.shape, part.stride(), strict=True))
-            yield Bytes(base, begin, begin + (last + 1) * part.element_size()), new
+            yield Bytes(base, *span_of(part)), new
 
     def _report(self, race: Race) -> None:
         """Add a race, or count it if the same two places have raced before."""
@@ -359,18 +348,19 @@ _ONLY_ALLOCATE = ("empty", "new_empty")
 
 
 class _Watch(OperatorRecorder):  # type: ignore[no-untyped-call]
-    """A dispatch mode that watches one thread: in a task, or outside tasks if none is given."""
+    """A dispatch mode that watches one thread; autograd's threads inherit it."""
 
-    def __init__(self, finder: _Finder, task: str = "", iteration: int | None = None) -> None:
+    def __init__(self, finder: _Finder) -> None:
         super().__init__(finder.device)
         self._finder = finder
-        self._task = task
-        self._iteration = iteration
+        # The tasks that run on the thread, with their iterations; a task may run a pipeline.
+        self._tasks: list[tuple[str, int]] = []
+        finder.local.tasks = self._tasks
 
     def access(self, operator: str, stream: str, writes: bool) -> Access:
         """Return the description of an access by what runs now."""
-        iteration = self._finder.iteration if self._iteration is None else self._iteration
-        return Access(self._task, iteration, _place(), operator, stream, writes)
+        task, iteration = self._tasks[-1] if self._tasks else ("", self._finder.iteration)
+        return Access(task, iteration, _place(), operator, stream, writes)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -397,21 +387,13 @@ def _steps(loop: Any) -> Iterable[Any]:
     if not isinstance(loop, Loop):
         yield from loop
         return
-    tasks = tasks_of(loop)
-    if loop.plan is None:
-        contexts = overlap(
-            loop.loader,
-            tasks,
-            pull_ahead=loop.pull_ahead,
-            context=loop.context,
-            check_effects=False,
-        )
-        with contexts:
-            for ctx in contexts:
-                loop.body(ctx)
-                yield
-    else:
-        with SWPipeline(loop.plan, tasks, context=loop.context, check_effects=False) as pipe:
-            for ctx in pipe.iterate(loop.loader):
-                loop.body(ctx)
-                yield
+    is_overlapped = loop.plan is None
+    runner: Any = (
+        overlapped(loop, check_effects=False)
+        if is_overlapped
+        else pipeline_of(loop, tasks_of(loop))
+    )
+    with runner:
+        for ctx in runner if is_overlapped else runner.iterate(loop.loader):
+            loop.body(ctx)
+            yield
