@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -131,19 +132,15 @@ def exchange_rows(batch: Any, route: Route, group: Group = None) -> Any:
 def _exchange_columns(columns: Sequence[Tensor], route: Route, group: Group) -> list[Tensor]:
     rows = len(route.order)
     # Columns of all types are exchanged as one table of bytes, which takes one collective.
+    widths = [column.element_size() * math.prod(column.shape[1:]) for column in columns]
     as_bytes = [
-        column.detach().contiguous().flatten().view(torch.uint8).view(rows, -1)
-        if column.numel()
-        else column.new_empty(rows, 0, dtype=torch.uint8)
-        for column in columns
+        column.detach().contiguous().flatten().view(torch.uint8).view(rows, width)
+        for column, width in zip(columns, widths, strict=True)
     ]
     table = torch.cat(as_bytes, dim=1)[_index(route.order, columns[0])]
     arrived = _all_to_all(table, route.sent, route.received, group)
-    widths = [part.shape[1] for part in as_bytes]
     return [
-        part.contiguous().flatten().view(column.dtype).view(column.shape)
-        if column.numel()
-        else column
+        part.clone().flatten().view(column.dtype).view(column.shape)
         for part, column in zip(torch.split(arrived, widths, dim=1), columns, strict=True)
     ]
 
