@@ -35,7 +35,6 @@ from swpipe.tasks.torchrec._torchrec import (
 )
 from swpipe.tasks.torchrec.rewriting.awaitables import Replayable
 from swpipe.tasks.torchrec.rewriting.exchanged import CallInputs
-from swpipe.tasks.torchrec.rewriting.inputs import Found
 from swpipe.tasks.torchrec.rewriting.postproc import PostprocResults
 from swpipe.tasks.torchrec.rewriting.seam import Seam
 from swpipe.values import map_tensors
@@ -75,6 +74,8 @@ class SparseDistContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
 class SparseForward(BaseForward):  # type: ignore[misc]
     """Base class of the replacements; ``replayed`` says that another batch's exchange is used."""
 
+    # Looks up in place of the module's own method, if it is not None.
+    compute: Callable[[Any, Any], Any] | None = None
     # Whether EmbPrefetch waits for the module's ids, and whether EmbForward calls look_up().
     prefetches = False
     looks_up_ahead = False
@@ -108,7 +109,7 @@ class SparseForward(BaseForward):  # type: ignore[misc]
         # A replayed context has the inputs of another batch, so they cannot be compared.
         if inputs is not None and not self.replayed and (why := inputs.mismatch(args, kwargs)):
             raise inputs.refusal(
-                f"module {self._name!r}: its input {Found(self._args)} was exchanged between the "
+                f"module {self._name!r}: its input {self._args} was exchanged between the "
                 "ranks ahead of the forward",
                 why,
             )
@@ -145,7 +146,8 @@ class PrefetchForward(SparseForward, PrefetchPipelinedForward):  # type: ignore[
             # These values leave the context here, so the engine cannot hold their memory when the
             # iteration retires: it is held for the stream now.
             self._device.hold([data, module_context], [self._device.current_stream()])
-        return self._module.compute_and_output_dist(module_context, data)
+        compute = self.compute or self._module.compute_and_output_dist
+        return compute(module_context, data)
 
 
 class SplitForward(PrefetchForward):
