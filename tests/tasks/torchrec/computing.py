@@ -259,6 +259,20 @@ def in_place(self: Any, batch: Batch) -> Inputs:
     return more.dense, [more.ids, more.ids]
 
 
+def reads_before(self: Any, batch: Batch) -> Inputs:
+    """The forward reads what its module changes, before it calls the module."""
+    dense = batch.dense + 1
+    more = self.scales(batch)
+    return dense, [more.ids, more.ids]
+
+
+def reads_before_rebound(self: Any, batch: Batch) -> Inputs:
+    """The same, where it gets another tensor."""
+    dense = batch.dense + 1
+    more = self.rebinds(batch)
+    return dense, [more.ids, more.ids]
+
+
 def rebound(self: Any, batch: Batch) -> Inputs:
     """Its module gives the batch another tensor."""
     more = self.rebinds(batch)

@@ -59,7 +59,7 @@ def _different(
     return found
 
 
-KINDS = (kinds.one, kinds.each, kinds.chain, kinds.draws)
+KINDS = (kinds.one, kinds.each, kinds.chain, kinds.draws, kinds.in_place, kinds.rebound)
 
 
 def _kinds_different() -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _kinds_different() -> dict[str, Any]:
 
 
 def test_the_numbers_are_those_of_the_model_as_it_is(two_ranks: Ranks) -> None:
-    """Shared, nested, chained, random; outputs, parameters and modules' buffers."""
+    """Shared, nested, chained, random, in place; outputs, parameters and modules' buffers."""
     assert two_ranks.run(_kinds_different) == [{}, {}]
 
 
@@ -121,8 +121,8 @@ def test_modules_run_once_per_batch_and_ahead(two_ranks: Ranks) -> None:
         (kinds.in_list, "by 'choose', whose own arguments are not found"),
         (kinds.container, "its input (keyed_jagged_tensor) is computed in the forward, not"),
         (kinds.of_embeddings, "by 'tables.0', whose embeddings come after the exchange"),
-        (kinds.in_place, "module 'scales' changes its input, and runs ahead of the forward"),
-        (kinds.rebound, "module 'rebinds' changes its input, and runs ahead of the forward"),
+        (kinds.reads_before, "module 'scales' changes its input, and runs ahead of the forward"),
+        (kinds.reads_before_rebound, "module 'rebinds' changes its input, and runs ahead"),
     ],
 )
 def test_a_module_that_may_not_run_ahead_is_named(two_ranks: Ranks, kind: Kind, says: str) -> None:

@@ -28,6 +28,10 @@ class CallInputs:
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.values = [*args, *kwargs.values()]
+        self.note()
+
+    def note(self) -> None:
+        """Record the current versions of the tensors; later changes are relative to these."""
         # torch counts in-place writes of a tensor in the private _version. Inference tensors have
         # none.
         self._versions = [

@@ -62,12 +62,14 @@ The dict also has the results of the modules that ran ahead of the forward, by m
 class TracedArguments:
     """The arguments of one module's call, as traced, or the reason why its input is unknown.
 
-    In ``args`` and ``kwargs``, nodes of torch.fx stand for the values of one batch.
+    In ``args`` and ``kwargs``, nodes of torch.fx stand for the values of one batch. ``late`` says
+    whether the forward computes something before the call.
     """
 
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     why: str = ""
+    late: bool = False
 
     def values(self, source: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments for one batch, picked from the batch and the results of modules.
@@ -267,9 +269,10 @@ class _Finder:
 
     def __init__(self, model: nn.Module, nodes: Iterable[Node], *, postproc: bool) -> None:
         self._model = model
+        self._nodes = list(nodes)
         self._postproc = postproc
         self._calls: dict[str, list[Node]] = {}
-        for node in nodes:
+        for node in self._nodes:
             if node.op == "call_module":
                 self._calls.setdefault(str(node.target), []).append(node)
 
@@ -301,11 +304,16 @@ class _Finder:
             nodes = calls.pop().all_input_nodes
             ahead.update(str(node.target) for node in nodes if node.op == "call_module")
             calls += nodes
-        return {
-            name: TracedArguments(call.args, call.kwargs)
-            for name, (call, *_) in self._calls.items()
-            if name in ahead
-        }
+        computed: dict[str, TracedArguments] = {}
+        late = False
+        for node in self._nodes:
+            if node.op == "call_module" and node.target in ahead:
+                name = str(node.target)
+                computed[name] = TracedArguments(node.args, node.kwargs, late=late)
+            # A node without inputs, such as a constant, reads nothing of the batch.
+            elif node.all_input_nodes and (node.op, node.target) not in PICKS:
+                late = True
+        return computed
 
     def _obstacles(self, call: Node) -> Iterator[str]:
         """Yield what keeps a call's arguments from being computed ahead of the forward.

@@ -4,8 +4,9 @@
     EmbInputDistStart   exchanges x.ids             │
     DenseForward        sample(batch) returns x  <──┘    checks its argument, computes nothing
 
-A module that changes its arguments in place, or replaces tensors in them, is refused: the model's
-forward would see the change from its beginning, before it calls the module.
+A module may change its arguments in place, or replace tensors in them. The model's forward then
+sees the change from its beginning, so such a module is refused if the forward computes anything
+before it calls the module.
 
 While the model is attached, the forward of such a module returns the result that was computed for
 the batch. The module's hooks run in the model's forward, as always. A hook that changes the result
@@ -31,7 +32,7 @@ class PostprocResults:
     """The results of modules for one batch: ``values``, by name, under an ``autocast`` mode.
 
     ``iteration`` is that of another batch if a shortcut replays them. ``calls`` has each module's
-    arguments.
+    arguments, as all modules have left them.
     """
 
     iteration: int
@@ -66,11 +67,11 @@ class PostprocForward:
         call = CallInputs(args, kwargs)
         results.values[self.name] = self._compute(*args, **kwargs)
         results.calls[self.name] = call
-        if call.changed():
+        if self.args.late and call.changed():
             raise RewriteError(
                 f"module {self.name!r} changes its input, and runs ahead of the forward, which may "
                 "read what it changes before it calls the module: let it change and return a copy, "
-                "or train without pipeline_postproc"
+                "call it first, or train without pipeline_postproc"
             )
         self._left = self._state()
 
@@ -129,6 +130,9 @@ def compute_ahead(
     results = PostprocResults(iteration, autocast=autocast_mode(device))
     for forward in forwards:
         forward.compute(batch, results)
+    # A later module may have changed the input of an earlier one; the forward sees the last state.
+    for call in results.calls.values():
+        call.note()
     return results
 
 
