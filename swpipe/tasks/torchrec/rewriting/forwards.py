@@ -88,6 +88,16 @@ class SparseForward(BaseForward):  # type: ignore[misc]
         BaseForward.__init__(self, name, args, module, context=None)
         self._device = device
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Look up the embeddings of the exchanged ids, and check the arguments against these."""
+        embeddings = self._look_up(self._context)
+        self._check(args, kwargs)
+        return embeddings
+
+    def _look_up(self, context: SparseDistContext) -> Any:
+        """Return the embeddings of the exchanged ids, as awaitables."""
+        raise NotImplementedError
+
     def _take(self, values: dict[str, Any]) -> Any:
         # Removed as it is taken, so that a second call within one forward is noticed.
         if self._name not in values:
@@ -118,11 +128,8 @@ class SparseForward(BaseForward):  # type: ignore[misc]
 class WaitingForward(SparseForward, PipelinedForward):  # type: ignore[misc]
     """A forward that waits for the ids and looks up inside the model's forward."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Look up the embeddings of the exchanged ids, and check the arguments against these."""
-        context: SparseDistContext = self._context
+    def _look_up(self, context: SparseDistContext) -> Any:
         request = self._take(context.input_dist_tensors_requests)
-        self._check(args, kwargs)
         data, module_context = request.wait_with_context()
         del context.module_contexts[self._name]
         return self._module.compute_and_output_dist(module_context, data)
@@ -132,12 +139,6 @@ class PrefetchForward(SparseForward, PrefetchPipelinedForward):  # type: ignore[
     """A forward that looks up inside the model's forward; EmbPrefetch has waited for the ids."""
 
     prefetches = True
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Look up the embeddings of the exchanged ids, and check the arguments against these."""
-        embeddings = self._look_up(self._context)
-        self._check(args, kwargs)
-        return embeddings
 
     def _look_up(self, context: SparseDistContext) -> Any:
         data = self._take(context.module_input_post_prefetch)
