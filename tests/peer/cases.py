@@ -18,8 +18,8 @@ OF_A_CACHE = ("cache_precision", "load_factor")
 
 PRIVATE = {
     "TrainPipelineSparseDist2DShardingTest.": "no attribute '_dmp_wrapped_module'",
-    "TrainPipelinePostprocTest.test_pipeline_postproc_not_shared_with_arg": "Lists differ",
-    "TrainPipelinePostprocTest.test_pipeline_postproc_recursive": "Lists differ",
+    "TrainPipelinePostprocTest.test_pipeline_postproc_not_shared_with_arg": "attribute 'steps'",
+    "TrainPipelinePostprocTest.test_pipeline_postproc_recursive": "no attribute 'steps'",
     "TrainPipelinePostprocTest.test_detach_restores_nested_postproc": "no attribute 'fqn'",
 }
 """Tests that use TorchRec's private methods and fields, and the error where they begin to."""

@@ -1,4 +1,4 @@
-"""Every import from TorchRec: the parts listed in ``private_parts``, under their names.
+"""Every import from TorchRec, with private functions under names without an underscore.
 
 Deprecation warnings from importing TorchRec and fbgemm are suppressed.
 """
@@ -11,9 +11,7 @@ import re
 import warnings
 from contextlib import suppress
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
-
-from swpipe.tasks.torchrec.private_parts import PARTS, find, problems
+from typing import Any
 
 FIRST = (1, 5)
 LAST = (1, 9)
@@ -39,7 +37,7 @@ def check_version(version: str | None) -> None:
             "see the install guide, which also says how to get it without CUDA"
         )
     series = re.match(r"(\d+)\.(\d+)", version)
-    # Only a warning: what matters is whether the parts are there, which check_parts decides.
+    # Only a warning: a part that is gone is an error of the imports below.
     if series is None or not FIRST <= tuple(map(int, series.groups())) <= LAST:
         warnings.warn(
             f"torchrec {version} is installed, and swpipe is tested with {TESTED}. It has the "
@@ -49,25 +47,10 @@ def check_version(version: str | None) -> None:
         )
 
 
-def check_parts(version: str | None, lacks: list[str], cause: ImportError | None = None) -> None:
-    """Raise ImportError, one line per problem, if parts are missing or an import failed."""
-    if lacks or cause is not None:
-        parts = lacks or [str(cause)]
-        raise ImportError(
-            "\n  ".join([f"torchrec {version} is not as swpipe.tasks.torchrec uses it:", *parts])
-            + f"\ninstall {NEWEST}, with the torch and fbgemm that it goes with (see the install "
-            "guide), or a newer swpipe"
-        ) from cause
-
-
-# Before the import, so that a missing TorchRec gives the message above and not that of import.
+# Before the imports, so that a missing TorchRec gives the message above and not that of import.
 VERSION = installed_version("torchrec")
 if VERSION is None:
     check_version(VERSION)
-
-_PIPELINES = "torchrec.distributed.train_pipeline"
-pipeline_modules: list[Any] = []
-"""TorchRec's modules of pipelines."""
 
 try:
     with warnings.catch_warnings():
@@ -75,34 +58,96 @@ try:
         warnings.filterwarnings("ignore", category=FutureWarning)
         # torch.fx logs warnings while TorchRec is imported, about which a user can do nothing.
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-        importlib.import_module("torchrec")
-        lacks = problems()
-        # TorchRec before 1.7 lacks the second of these modules, and before 1.9 the third.
-        for name in ("train_pipelines", "experimental_pipelines", "pec_train_pipeline"):
+        from torchrec import JaggedTensor, KeyedJaggedTensor
+        from torchrec.distributed import train_pipeline
+        from torchrec.distributed.comm_ops import (
+            All2All_Pooled_Req,
+            All2All_Seq_Req,
+            ReduceScatter_Req,
+            ReduceScatterBase_Req,
+            ReduceScatterV_Req,
+            Variable_Batch_All2All_Pooled_Req,
+        )
+        from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable
+        from torchrec.distributed.embedding import ShardedEmbeddingCollection
+        from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+        from torchrec.distributed.model_parallel import DMPCollection, get_unwrapped_module
+        from torchrec.distributed.train_pipeline import train_pipelines as torchrec_pipelines
+        from torchrec.distributed.train_pipeline.pipeline_context import (
+            PrefetchTrainPipelineContext,
+        )
+        from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage
+        from torchrec.distributed.train_pipeline.runtime_forwards import (
+            BaseForward,
+            PipelinedForward,
+            PrefetchPipelinedForward,
+        )
+        from torchrec.distributed.train_pipeline.tracing import Tracer
+        from torchrec.distributed.train_pipeline.tracing import (
+            _get_leaf_module_names as get_leaf_module_names,
+        )
+        from torchrec.distributed.train_pipeline.utils import (
+            _fuse_input_dist_splits as fuse_input_dist_splits,
+        )
+        from torchrec.distributed.train_pipeline.utils import (
+            _override_input_dist_forwards as override_input_dist_forwards,
+        )
+        from torchrec.distributed.types import (
+            Awaitable,
+            LazyAwaitable,
+            LazyGetItemMixin,
+            ShardedModule,
+        )
+        from torchrec.optim.fused import FusedOptimizer
+
+        pipeline_modules: list[Any] = [torchrec_pipelines]
+        # TorchRec before 1.7 lacks the first of these modules, and before 1.9 the second.
+        for name in ("experimental_pipelines", "pec_train_pipeline"):
             with suppress(ModuleNotFoundError):
-                pipeline_modules.append(importlib.import_module(f"{_PIPELINES}.{name}"))
+                module = importlib.import_module(f"{train_pipeline.__name__}.{name}")
+                pipeline_modules.append(module)
 except ImportError as error:
-    check_parts(VERSION, [], error)
-# Missing parts first: they explain more than an unknown version number.
-check_parts(VERSION, lacks)
+    raise ImportError(
+        f"torchrec {VERSION} is not as swpipe.tasks.torchrec uses it: {error}\ninstall {NEWEST}, "
+        "with the torch and fbgemm that it goes with (see the install guide), or a newer swpipe"
+    ) from error
 check_version(VERSION)
 
-# Modules import the parts from here by name, without the leading underscore of private ones.
-_FOUND: dict[str, Any] = {part.name.lstrip("_"): find(part) for part in PARTS}
-globals().update(_FOUND)
+__all__ = [
+    "Awaitable",
+    "BaseForward",
+    "DMPCollection",
+    "FusedOptimizer",
+    "JaggedTensor",
+    "KJTAllToAllTensorsAwaitable",
+    "KeyedJaggedTensor",
+    "LazyAwaitable",
+    "LazyGetItemMixin",
+    "PipelineStage",
+    "PipelinedForward",
+    "PrefetchPipelinedForward",
+    "PrefetchTrainPipelineContext",
+    "ShardedModule",
+    "Tracer",
+    "fuse_input_dist_splits",
+    "get_leaf_module_names",
+    "get_unwrapped_module",
+    "override_input_dist_forwards",
+    "torchrec_pipelines",
+    "train_pipeline",
+]
 
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Return a part by its name; for type checkers only."""
-
-
-torchrec_pipelines: Any = _FOUND["train_pipelines"]
-
-EXCHANGES: tuple[Any, ...] = tuple(value for name, value in _FOUND.items() if name.endswith("_Req"))
+EXCHANGES = (
+    All2All_Pooled_Req,
+    All2All_Seq_Req,
+    ReduceScatter_Req,
+    ReduceScatterBase_Req,
+    ReduceScatterV_Req,
+    Variable_Batch_All2All_Pooled_Req,
+)
 """Autograd functions that start an exchange of embeddings; backward waits for gradients in them."""
 
-PLAIN_TABLES = (_FOUND["ShardedEmbeddingBagCollection"], _FOUND["ShardedEmbeddingCollection"])
+PLAIN_TABLES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 """Sharded modules whose state an exchange of ids and a look-up leave unchanged."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from swpipe.tasks.torchrec.rewriting.exchanged import CallInputs, _same
 from swpipe.tasks.torchrec.rewriting.forwards import Kind as Forward
@@ -81,6 +82,7 @@ def test_what_counts_as_the_same() -> None:
     assert _same([made(), 3, {"a": None}], [made(), 3, {"a": None}])
     assert not _same([made(), 3], [made(), 4])
     assert not _same({"a": 1}, {"b": 1})
+    assert _same([1, {"a": 2}], immutable_list([1, immutable_dict({"a": 2})]))
     assert not _same(weights[1:], weights[:-1])
     assert not _same(weights, weights.view(torch.int32))
     square = weights[:4].view(2, 2)
@@ -95,7 +97,7 @@ def test_what_counts_as_changed() -> None:
         batch = next(batches(1, rank=0))
         inputs = CallInputs([batch], {"more": [batch.labels]})
         change(batch)
-        return bool(inputs.changes())
+        return inputs.changed()
 
     assert not after(lambda batch: None)
     assert not after(lambda batch: setattr(batch, "dense", batch.dense.view(BATCH, -1)))

@@ -57,7 +57,6 @@ def trained(kind: str, optimizer: Any = SGD, steps: int = STEPS) -> tuple[Outcom
     with SparseDistPipeline(tasks, plan) as pipeline:
         outputs = to_the_end(pipeline, batches(steps))
     if isinstance(made, PecTasks):
-        made.close()
         return Outcome(outputs, everything(model)), sizes
     return Outcome(outputs, everything(model)), None
 
@@ -124,6 +123,26 @@ def test_pec_is_used_where_its_steps_are_shorter(
         assert report.ms == {"split": 100.0, "pec": pec_ms}
         assert report.sizes.steps >= Tried.trial_batches
         assert f"the plan is {chosen}; a step takes: split 100.000 ms" in str(report)
+
+
+def _resumed(number: int) -> tuple[list[Any], int]:
+    """The plans that are in use where a state of this number of batches was loaded, and after."""
+    model = sharded()
+    with (
+        mock.patch("swpipe.tasks.torchrec.pipelines.pec_pipeline._slowest", side_effect=[100, 90]),
+        Tried(model, dense_optimizer(model), CPU) as pipeline,
+    ):
+        state = {**pipeline.state_dict(), "next_iteration": number}
+        pipeline.load_state_dict(state)
+        outputs = to_the_end(pipeline, batches(3 * Tried.trial_batches + 5))
+        return [pipeline.exchange_report.chosen, *pipeline.exchange_report.ms], len(outputs)
+
+
+def test_a_pipeline_that_is_resumed_beyond_its_trials_tries_again(two_ranks: Ranks) -> None:
+    """The links may be other ones; no plan is kept that was not measured."""
+    count = 3 * Tried.trial_batches + 5
+    for number in (5, 1000):
+        assert two_ranks.run(_resumed, number) == [(["pec", "split", "pec"], count)] * 2
 
 
 class Always(TrainPipelinePEC[Any, Any]):

@@ -121,7 +121,7 @@ def test_modules_run_once_per_batch_and_ahead(two_ranks: Ranks) -> None:
         (kinds.in_list, "by 'choose', whose own arguments are not found"),
         (kinds.container, "its input (keyed_jagged_tensor) is computed in the forward, not"),
         (kinds.of_embeddings, "by 'tables.0', whose embeddings come after the exchange"),
-        (kinds.reads_before, "reads what it changes before it calls the module (aten.add.Tensor)"),
+        (kinds.reads_before, "module 'scales' changes its input, and runs ahead of the forward"),
         (kinds.reads_before_rebound, "module 'rebinds' changes its input, and runs ahead"),
     ],
 )

@@ -65,6 +65,7 @@ def _trained(prefetch: bool) -> list[str]:
             model.train()
         if len(outputs) == 3:
             assert len(util._pipelined_modules) == 2
+    assert not util._exchanged  # nothing is kept of batches that were used
     found = Outcome(outputs, state_of(model)).differences(by_torchrec(job, batches(6)))
     return found + ([] if pipeline.progress(data) is None else ["a batch after the end"])
 

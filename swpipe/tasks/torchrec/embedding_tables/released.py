@@ -206,7 +206,7 @@ def _empty(features: Any, gone: set[int]) -> None:
 
 
 def _sent(awaitable: Any) -> set[int]:
-    """Wait for one module's exchanges and drop what they sent; return the storages of that."""
+    """Wait for one module's exchanges, and release and return the storages of what they sent."""
     storages: set[int] = set()
     for exchange in getattr(awaitable, "awaitables", ()):
         if isinstance(exchange, KJTAllToAllTensorsAwaitable) and exchange._workers > 1:

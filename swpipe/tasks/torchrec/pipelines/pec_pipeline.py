@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from statistics import median
 from typing import Any, Literal, TypeAlias
 
@@ -24,7 +25,6 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec.pec_plan import pec
 from swpipe.tasks.torchrec.pipelines.drop_in import split
 from swpipe.tasks.torchrec.pipelines.named import Form, In, Out, TrainPipelineSparseDist
-from swpipe.tasks.torchrec.private_parts import PEC_PARTS, find
 from swpipe.tasks.torchrec.rewriting.pec import PecTasks, Sizes
 from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
 
@@ -77,7 +77,6 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
         self._changes_at = self.trial_batches or None
         self._stamps: list[float] = []
         self._ms: dict[str, float] = {}
-        self._pec: PecTasks | None = None
         self._sizes = Sizes()
 
     @property
@@ -94,47 +93,39 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
             self._stamps.append(time.perf_counter())
         return output
 
-    def close(self) -> None:
-        """Drop the batches in flight and restore the model and its modules."""
-        super().close()
-        if self._pec is not None:
-            self._pec.close()
-            self._pec = None
-
     def _change_plan(self) -> None:
         """Go on to the next trial, or choose a plan."""
         steps = [1e3 * (end - begin) for begin, end in pairwise(self._stamps)]
         # A filling or draining pipeline has shorter or longer steps than the steady state.
         steps = steps[FILL:-DRAIN]
         self._stamps = []
-        if steps:  # empty if the batches were evaluated
+        self._changes_at = self._done + self.trial_batches
+        # No step was measured if the batches were evaluated, or a state from beyond the trial was
+        # loaded: the same plan is tried again.
+        if steps:
             self._ms[self._phase] = _slowest(median(steps), self._given["device"])
-        self._changes_at = None
-        if self._phase == "split" and self._collections(self.tasks):
-            self._phase = "pec"
-            self._changes_at = self._done + self.trial_batches
-        # PEC was tried, or the model has no collection for it. Without both measurements (all
-        # batches were evaluated), the split plan is used.
-        else:
-            both = len(self._ms) == 2
-            gain = 1 - self._ms["pec"] / self._ms["split"] if both else 0.0
-            self._phase = "pec" if gain > LEAST_GAIN else "split"
+            if self._phase == "split" and self._collections(self.tasks):
+                self._phase = "pec"
+            else:
+                gain = 1 - self._ms.get("pec", inf) / self._ms["split"]
+                self._phase = "pec" if gain > LEAST_GAIN else "split"
+                self._changes_at = None
         self._restart(self._start)
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
+        tasks.rewrite.look_ups = {}
         modules = self._collections(tasks) if self._phase == "pec" else {}
         if not modules:
             return super()._plan(tasks)
-        self._pec = PecTasks(tasks, modules, self._sizes)
-        return replace(pec(), tasks=self._pec.tasks())
+        return replace(pec(), tasks=PecTasks(tasks, modules, self._sizes).tasks())
 
     def _collections(self, tasks: SparseDistTasks) -> dict[str, Any]:
         """Return the collections that can be exchanged in two parts; empty on a single rank."""
-        kind = find(PEC_PARTS[0])  # None in a TorchRec before 1.8
-        if tasks.options.forward != "split" or tasks.options.memory or kind is None:
+        if tasks.options.forward != "split" or tasks.options.memory:
             return {}
         modules = tasks.rewrite.sharded.items()
-        return {name: module for name, module in modules if isinstance(module, kind)}
+        # Only PEC's collections, which TorchRec has since 1.8, compare two successive batches.
+        return {name: module for name, module in modules if hasattr(module, "overlap_dist")}
 
 
 def _slowest(ms: float, device: Any) -> float:

@@ -36,7 +36,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         """Drop the batches in flight and count batches from 0 again."""
         self._changes_at = self._start_batch
         self.close()
-        self._start_anew()
+        self._build()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, unless gradients are stashed or stale batches are in flight."""
@@ -53,7 +53,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         # The next progress() changes to the stale plan again if the loaded number asks for it.
         if self._stale:
             self._changes_at = self._start_batch
-            self._restart(self._start_anew)
+            self._restart(self._build)
 
     def is_semi_sync(self) -> bool:
         """Return whether the next output is that of a batch from ``start_batch`` on."""
@@ -89,11 +89,8 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
 
     def _change_plan(self) -> None:
         self._changes_at = None
-        self._restart(self._start_anew)
-
-    def _start_anew(self) -> None:
         # With stashed gradients the stale plan has another optimizer, so the tasks are made again.
-        (self._build if self._stashes else self._start)()
+        self._restart(self._build)
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         # Made before start_batch too: it refuses tables that cannot be read stale.

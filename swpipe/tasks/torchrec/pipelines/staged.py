@@ -66,11 +66,9 @@ class SparseDataDistUtil(Generic[In]):
         )
         self._rewrite = Rewrite(model, resolve(_device([data_dist_stream])), options)
         self._started = 0
-        # Each batch has a context in both queues: `prefetch` takes it from one, and the model's
-        # pre-forward hook from the other. They are emptied at different times.
-        self._exchanged: deque[SparseDistContext] = deque()  # not yet used by the model
-        self._to_prefetch: deque[SparseDistContext] = deque()
-        self._hooked = False
+        # The batches that the model has not used yet, oldest first.
+        self._exchanged: deque[SparseDistContext] = deque()
+        self._hooks: list[Any] = []
 
     def start_sparse_data_dist(self, batch: In) -> In:
         """Start the exchange of the sizes of ids; the runnable of a stage."""
@@ -80,12 +78,12 @@ class SparseDataDistUtil(Generic[In]):
         self._rewrite.start(batch, context)
         self._started += 1
         self._exchanged.append(context)
-        self._to_prefetch.append(context)
         return batch
 
     def prefetch(self, batch: In) -> In:
         """Wait for the ids and fill caches; the runnable of a later stage."""
-        context = self._to_prefetch.popleft()
+        waiting = [c for c in self._exchanged if not c.module_input_post_prefetch]
+        context = waiting[0]  # the oldest one
         context.wait_for_sizes()
         self._rewrite.prefetch(context)
         return batch
@@ -110,6 +108,9 @@ class SparseDataDistUtil(Generic[In]):
     def detach(self) -> nn.Module:
         """Restore and return the model; batches in flight are kept."""
         self._rewrite.detach()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         return self.model
 
     def attach(self) -> None:
@@ -117,23 +118,13 @@ class SparseDataDistUtil(Generic[In]):
         self._rewrite.attach()
         # Called for every batch, so that another pipeline's batches in flight are noticed.
         self._rewrite.check_others(self.model.training and torch.is_grad_enabled())
-        # detach() removes the hooks together with the replaced forwards.
-        if not self._hooked:
-            self._hooked = True
-            for hook in (
-                self.model.register_forward_pre_hook(self._use_next),
-                self.model.register_forward_hook(self._start_next),
-            ):
-                self._rewrite.at_detach(hook.remove)
-            self._rewrite.at_detach(self._unhook)
-
-    def _unhook(self) -> None:
-        self._hooked = False
+        if not self._hooks:
+            before = self.model.register_forward_pre_hook(self._use_next)
+            self._hooks = [before, self.model.register_forward_hook(self._start_next)]
 
     def drop(self) -> None:
         """Forget the exchanges of batches that were dropped."""
         self._exchanged.clear()
-        self._to_prefetch.clear()
 
     @property
     def _pipelined_modules(self) -> list[nn.Module]:
@@ -141,6 +132,9 @@ class SparseDataDistUtil(Generic[In]):
 
     def _use_next(self, *_: Any) -> None:
         """Use the exchange of the oldest batch; runs before the model's forward."""
+        # Another pipeline of the model has detached this one, and may run the model now.
+        if not self._rewrite.attached:
+            return
         if not self._exchanged:
             raise RuntimeError(
                 f"{type(self.model).__name__} is called, and no exchanged batch is left: call it "
@@ -152,6 +146,8 @@ class SparseDataDistUtil(Generic[In]):
 
     def _start_next(self, *_: Any) -> None:
         """Start the exchange of ids of the batches that follow; runs after the model's forward."""
+        if not self._rewrite.attached:
+            return
         self._rewrite.done()
         for context in self._exchanged:
             context.wait_for_sizes()

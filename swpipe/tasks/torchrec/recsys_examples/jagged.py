@@ -35,7 +35,10 @@ KEYWORDS = {
 
 
 class _WholeShuffle(IdentityShuffler):
-    """A batch shuffler of recsys-examples as one of ours; all its work is in ``finish``."""
+    """A ``Shuffler`` around one of recsys-examples, which has one method, ``shuffle``.
+
+    ``finish`` calls that method, and ``start`` does nothing.
+    """
 
     def __init__(self, shuffler: Any, group: dist.ProcessGroup | None) -> None:
         self._shuffler = shuffler

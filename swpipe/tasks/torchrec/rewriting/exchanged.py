@@ -19,9 +19,6 @@ from swpipe.tasks.torchrec._torchrec import JaggedTensor, KeyedJaggedTensor
 from swpipe.tasks.torchrec.rewriting.inputs import RewriteError
 from swpipe.values import tensors_in
 
-_NOTHING = -1
-"""The address that stands for no memory."""
-
 
 class CallInputs:
     """The arguments of one call, ``values``, and the current versions of the tensors in them."""
@@ -59,7 +56,7 @@ class CallInputs:
         given = [*args, *kwargs.values()]
         if len(given) != len(self.values) or not all(map(_same, given, self.values)):
             return "and is called with another one"
-        return "which the forward has changed since" if self.changes() else ""
+        return "which the forward has changed since" if self.changed() else ""
 
     def refusal(self, what: str, why: str) -> RewriteError:
         """Return the error for a call with other inputs; ``what`` says how these were used."""
@@ -69,25 +66,14 @@ class CallInputs:
             "module out of the pipeline (strict=False)"
         )
 
-    def changes(self) -> set[int]:
-        """Return the addresses of tensors that have since been changed in place or replaced."""
-        versions = self._versions
-        changed = {memory_of(tensor) for tensor, version in versions if tensor._version != version}
+    def changed(self) -> bool:
+        """Return whether a tensor was changed in place or replaced since the call."""
         present = {id(tensor): tensor for tensor in _tensors(self.values)}
-        if any(
-            id(tensor) not in present and not any(_alias(tensor, t) for t in present.values())
-            for tensor, _ in versions
-        ):
-            known = {id(tensor) for tensor, _ in versions}
-            changed |= {memory_of(tensor) for key, tensor in present.items() if key not in known}
-            # Not empty even if nothing took its place, so that the change is noticed.
-            changed.add(_NOTHING)
-        return changed
-
-
-def memory_of(tensor: Tensor) -> int:
-    """Return the address of the memory in which a tensor and its views lie."""
-    return tensor.untyped_storage().data_ptr() or id(tensor)  # an empty tensor has no memory
+        return any(
+            tensor._version != version
+            or not (id(tensor) in present or any(_alias(tensor, t) for t in present.values()))
+            for tensor, version in self._versions
+        )
 
 
 _JAGGED = (JaggedTensor, KeyedJaggedTensor)
@@ -108,7 +94,8 @@ def _same(value: Any, other: Any) -> bool:
     """Return whether two values are the same input, perhaps in new containers."""
     if value is other:
         return True
-    if type(value) is not type(other):
+    # torch.fx keeps lists and dicts as immutable ones, which are lists and dicts.
+    if not isinstance(other, type(value)):
         return False
     if isinstance(value, Tensor):
         return _alias(value, other)

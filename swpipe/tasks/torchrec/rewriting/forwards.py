@@ -35,7 +35,6 @@ from swpipe.tasks.torchrec._torchrec import (
 )
 from swpipe.tasks.torchrec.rewriting.awaitables import Replayable
 from swpipe.tasks.torchrec.rewriting.exchanged import CallInputs
-from swpipe.tasks.torchrec.rewriting.inputs import Found
 from swpipe.tasks.torchrec.rewriting.postproc import PostprocResults
 from swpipe.tasks.torchrec.rewriting.seam import Seam
 from swpipe.values import map_tensors
@@ -75,6 +74,8 @@ class SparseDistContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
 class SparseForward(BaseForward):  # type: ignore[misc]
     """Base class of the replacements; ``replayed`` says that another batch's exchange is used."""
 
+    # Looks up in place of the module's own method, if it is not None.
+    compute: Callable[[Any, Any], Any] | None = None
     # Whether EmbPrefetch waits for the module's ids, and whether EmbForward calls look_up().
     prefetches = False
     looks_up_ahead = False
@@ -86,6 +87,16 @@ class SparseForward(BaseForward):  # type: ignore[misc]
         # "cuda" without a stream, so it is set again.
         BaseForward.__init__(self, name, args, module, context=None)
         self._device = device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Look up the embeddings of the exchanged ids, and check the arguments against these."""
+        embeddings = self._look_up(self._context)
+        self._check(args, kwargs)
+        return embeddings
+
+    def _look_up(self, context: SparseDistContext) -> Any:
+        """Return the embeddings of the exchanged ids, as awaitables."""
+        raise NotImplementedError
 
     def _take(self, values: dict[str, Any]) -> Any:
         # Removed as it is taken, so that a second call within one forward is noticed.
@@ -108,7 +119,7 @@ class SparseForward(BaseForward):  # type: ignore[misc]
         # A replayed context has the inputs of another batch, so they cannot be compared.
         if inputs is not None and not self.replayed and (why := inputs.mismatch(args, kwargs)):
             raise inputs.refusal(
-                f"module {self._name!r}: its input {Found(self._args)} was exchanged between the "
+                f"module {self._name!r}: its input {self._args} was exchanged between the "
                 "ranks ahead of the forward",
                 why,
             )
@@ -117,11 +128,8 @@ class SparseForward(BaseForward):  # type: ignore[misc]
 class WaitingForward(SparseForward, PipelinedForward):  # type: ignore[misc]
     """A forward that waits for the ids and looks up inside the model's forward."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Look up the embeddings of the exchanged ids, and check the arguments against these."""
-        context: SparseDistContext = self._context
+    def _look_up(self, context: SparseDistContext) -> Any:
         request = self._take(context.input_dist_tensors_requests)
-        self._check(args, kwargs)
         data, module_context = request.wait_with_context()
         del context.module_contexts[self._name]
         return self._module.compute_and_output_dist(module_context, data)
@@ -132,12 +140,6 @@ class PrefetchForward(SparseForward, PrefetchPipelinedForward):  # type: ignore[
 
     prefetches = True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Look up the embeddings of the exchanged ids, and check the arguments against these."""
-        embeddings = self._look_up(self._context)
-        self._check(args, kwargs)
-        return embeddings
-
     def _look_up(self, context: SparseDistContext) -> Any:
         data = self._take(context.module_input_post_prefetch)
         module_context = context.module_contexts_post_prefetch.pop(self._name)
@@ -145,7 +147,8 @@ class PrefetchForward(SparseForward, PrefetchPipelinedForward):  # type: ignore[
             # These values leave the context here, so the engine cannot hold their memory when the
             # iteration retires: it is held for the stream now.
             self._device.hold([data, module_context], [self._device.current_stream()])
-        return self._module.compute_and_output_dist(module_context, data)
+        compute = self.compute or self._module.compute_and_output_dist
+        return compute(module_context, data)
 
 
 class SplitForward(PrefetchForward):

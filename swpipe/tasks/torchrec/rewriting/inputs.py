@@ -22,34 +22,25 @@ called once, and its own arguments are found. TorchRec requires the first and th
 
 from __future__ import annotations
 
-import copy
 import inspect
 import operator
 import traceback
 import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from swpipe.tasks.torchrec._torchrec import (
-    ArgInfo,
-    ArgInfoStepFactory,
-    CallArgs,
-    GetAttrArgInfoStep,
-    GetItemArgInfoStep,
     KeyedJaggedTensor,
-    NodeArgsHelper,
-    ScalarArgInfoStep,
     ShardedModule,
     Tracer,
-    TrainPipelineContext,
     get_leaf_module_names,
     get_unwrapped_module,
 )
@@ -68,20 +59,62 @@ The dict also has the results of the modules that ran ahead of the forward, by m
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The way from a batch to one module's input, or the reason why the input is unknown."""
+class TracedArguments:
+    """The arguments of one module's call, as traced, or the reason why its input is unknown.
 
-    args: Any = None
+    In ``args`` and ``kwargs``, nodes of torch.fx stand for the values of one batch. ``late`` says
+    whether the forward computes something before the call.
+    """
+
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     why: str = ""
+    late: bool = False
+
+    def values(self, source: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments for one batch, picked from the batch and the results of modules.
+
+        Lists and dicts within an argument are torch.fx's immutable ones.
+        """
+        args, kwargs = map_arg((self.args, self.kwargs), lambda node: _value(node, source))
+        return [*args], {**kwargs}
 
     def __str__(self) -> str:
-        return self.why or ", ".join(
-            [_path(arg) for arg in self.args.args]
-            + [f"{name}={_path(arg)}" for name, arg in self.args.kwargs.items()]
-        )
+        named = [f"{name}={_text(arg)}" for name, arg in self.kwargs.items()]
+        return self.why or ", ".join([*map(_text, self.args), *named])
 
 
-def direct_inputs(batch: Any, sharded: Mapping[str, nn.Module]) -> dict[str, Found]:
+PICKS = {
+    ("call_function", getattr),
+    ("call_function", operator.getitem),
+    ("call_method", "get"),
+}
+"""What a forward may do with a batch on the way to an input: an attribute, an item, ``get``."""
+
+
+def _value(node: Node, source: Mapping[str, Any]) -> Any:
+    """Return the value of a node for one batch."""
+    if node.op == "placeholder":
+        return source[BATCH]
+    if node.op == "call_module":
+        return source[str(node.target)]
+    args: Any = map_arg(node.args, lambda part: _value(part, source))
+    owner, *keys = args
+    pick: Any = node.target
+    return owner.get(*keys, **node.kwargs) if pick == "get" else pick(owner, *keys)
+
+
+def _text(arg: Any) -> str:
+    """Return how a message shows a traced argument, such as ``batch.ids``."""
+    if not isinstance(arg, Node):
+        return repr(arg)
+    if arg.op in ("placeholder", "call_module"):
+        return "batch" if arg.op == "placeholder" else f"{arg.target}(...)"
+    owner, key = map(_text, arg.args[:2])
+    return f"{owner}.{arg.args[1]}" if arg.target is getattr else f"{owner}[{key}]"
+
+
+def direct_inputs(batch: Any, sharded: Mapping[str, nn.Module]) -> dict[str, TracedArguments]:
     """Return the batch's attribute whose type matches the first parameter of ``input_dist``.
 
     If several attributes match, ``labels`` is ignored.
@@ -90,11 +123,11 @@ def direct_inputs(batch: Any, sharded: Mapping[str, nn.Module]) -> dict[str, Fou
     return {name: _match(module, attributes, batch) for name, module in sharded.items()}
 
 
-def _match(module: Any, attributes: Mapping[str, Any], batch: Any) -> Found:
+def _match(module: Any, attributes: Mapping[str, Any], batch: Any) -> TracedArguments:
     wanted = _input_types(module)
     # Without an annotated type, any attribute might be the input.
     if not wanted:
-        return Found(
+        return TracedArguments(
             why=f"the first parameter of {type(module).__name__}.input_dist says no type to match "
             "the batch's attributes with: annotate it, or name its input"
         )
@@ -106,7 +139,7 @@ def _match(module: Any, attributes: Mapping[str, Any], batch: Any) -> Found:
         return named_input(fitting[0])
     kinds = " or ".join(kind.__name__ for kind in wanted)
     have = f"{len(fitting)} ({', '.join(fitting)})" if fitting else "none"
-    return Found(
+    return TracedArguments(
         why=f"of the attributes of {type(batch).__name__}, {have} is a {kinds}, which "
         'its input_dist takes: name the right one, inputs={"module": "attribute"}'
     )
@@ -120,10 +153,13 @@ def _input_types(module: Any) -> tuple[type, ...]:
     return tuple(kind for kind in typing.get_args(hint) or (hint,) if isinstance(kind, type))
 
 
-def named_input(path: str) -> Found:
+def named_input(path: str) -> TracedArguments:
     """Return the input at a path within the batch, such as "features" or "user.ids"."""
-    steps = [ArgInfoStepFactory.get_attr(part) for part in path.split(".")]
-    return Found(CallArgs([ArgInfo([GetItemArgInfoStep(BATCH), *steps])], {}))
+    graph = Graph()
+    node = graph.placeholder("batch")
+    for name in path.split("."):
+        node = graph.call_function(getattr, (node, name))
+    return TracedArguments([node])
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -163,59 +199,32 @@ def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
     return outermost
 
 
-def _path(arg: Any) -> str:
-    text = "batch"
-    for step in arg.steps:
-        if step is arg.steps[0] and getattr(step, "item_index", BATCH) != BATCH:
-            text = f"{step.item_index}(...)"
-        elif isinstance(step, ScalarArgInfoStep):
-            text = repr(step.value)
-        elif isinstance(step, GetAttrArgInfoStep):
-            text += f".{step.attr_name}"
-        elif isinstance(step, GetItemArgInfoStep) and step is not arg.steps[0]:
-            text += f"[{step.item_index!r}]"
-    return text
-
-
 class Traced(NamedTuple):
     """The input of each sharded module, and the arguments of modules that run ahead."""
 
-    inputs: dict[str, Found]
+    inputs: dict[str, TracedArguments]
     # In the order of the forward, since modules may draw random numbers.
-    computed: dict[str, Any]
+    computed: dict[str, TracedArguments]
 
 
 def traced_inputs(
-    model: nn.Module, batch: Any, sharded: Mapping[str, nn.Module], *, postproc: bool = False
+    model: nn.Module, sharded: Mapping[str, nn.Module], *, postproc: bool = False
 ) -> Traced:
     """Return the arguments of each sharded module, found by tracing; ``model`` has no wrappers.
 
-    The batch's ``to_proxy`` or ``to_proxy_tuple`` is used, as in TorchRec. With ``postproc``,
-    modules may run ahead of the forward.
+    With ``postproc``, modules may run ahead of the forward.
 
     Raises:
-        ValueError: The forward cannot be traced.
+        RewriteError: The forward cannot be traced.
     """
-    concrete: Any = {}
-    if hasattr(batch, "to_proxy"):
-        concrete = {"inputs": copy.copy(batch).to_proxy()}
-    elif hasattr(batch, "to_proxy_tuple"):
-        concrete = batch.to_proxy_tuple(model)
     try:
         tracer = _Tracer if postproc else Tracer
-        graph = tracer(get_leaf_module_names(model)).trace(model, concrete_args=concrete)
+        graph = tracer(get_leaf_module_names(model)).trace(model)
     except Exception as error:
-        raise ValueError(_untraced(model, error)) from error
-    calls: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        if node.op == "call_module":
-            calls.setdefault(str(node.target), []).append(node)
-    # A placeholder with ph_key is a part of the batch: to_proxy has flattened it.
-    flattened = any(hasattr(node, "ph_key") for node in graph.nodes)
-    finder = _Finder(model, calls, postproc=postproc, flattened=flattened)
+        raise RewriteError(_untraced(model, error)) from error
+    finder = _Finder(model, graph.nodes, postproc=postproc)
     inputs = {name: finder.input_of(name) for name in sharded}
-    computed = {name: finder.computed[name] for name in calls if name in finder.computed}
-    return Traced(inputs, computed)
+    return Traced(inputs, finder.computed_for(inputs))
 
 
 def _untraced(model: nn.Module, error: Exception) -> str:
@@ -255,141 +264,86 @@ class _Tracer(Tracer):  # type: ignore[misc]
         return within or super().is_leaf_module(m, module_qualified_name)
 
 
-class _Finder(NodeArgsHelper):  # type: ignore[misc]
-    """Follows arguments back to the batch, through modules that may run ahead.
+class _Finder:
+    """Says which arguments of modules' calls can be computed ahead of the forward."""
 
-    ``flattened`` says that the forward takes the parts of the batch separately (``to_proxy``).
-    """
+    def __init__(self, model: nn.Module, nodes: Iterable[Node], *, postproc: bool) -> None:
+        self._model = model
+        self._nodes = list(nodes)
+        self._postproc = postproc
+        self._calls: dict[str, list[Node]] = {}
+        for node in self._nodes:
+            if node.op == "call_module":
+                self._calls.setdefault(str(node.target), []).append(node)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        calls: Mapping[str, list[Node]],
-        *,
-        postproc: bool,
-        flattened: bool,
-    ) -> None:
-        # With a context that is used for nothing else, since TorchRec's helper requires one.
-        super().__init__(model, TrainPipelineContext(), postproc)
-        self.computed: dict[str, Any] = {}
-        self._flattened = flattened
-        self._calls = calls
-        self._why = ""
-        self._lost = 0
-
-    def input_of(self, name: str) -> Found:
-        """Return the input of a sharded module.
-
-        If the input is unknown, modules that only this module needs are not computed ahead.
-        """
-        nodes = self._calls.get(name, [])
-        if not nodes:
-            return Found(why="the forward never calls it: take it out of the model")
-        if len(nodes) > 1:
-            return Found(
-                why=f"it is called {len(nodes)} times in one forward, but its input is exchanged "
+    def input_of(self, name: str) -> TracedArguments:
+        """Return the input of a sharded module."""
+        calls = self._calls.get(name, [])
+        if not calls:
+            return TracedArguments(why="the forward never calls it: take it out of the model")
+        if len(calls) > 1:
+            return TracedArguments(
+                why=f"it is called {len(calls)} times in one forward, but its input is exchanged "
                 "once per batch: call it once and share the result, or use one module per call"
             )
-        (node,) = nodes
-        self._why = ""
-        # Following the arguments adds modules to `computed`, which are dropped if the input is not
-        # found in the end.
-        before = dict(self.computed)
-        args = self._args_of(node)
-        if args is not None:
-            return Found(args)
-        self.computed = before
-        given = ", ".join(map(str, [*node.args, *node.kwargs.values()]))
-        return Found(
-            why=f"its input ({given}) is computed in the forward{self._why}, not picked out of the "
-            "batch: compute it before the pipeline, as part of the batch, or in a module without "
-            "parameters, called with parts of the batch, with pipeline_postproc=True"
-        )
+        (call,) = calls
+        for obstacle in self._obstacles(call):
+            given = ", ".join(map(str, [*call.args, *call.kwargs.values()]))
+            return TracedArguments(
+                why=f"its input ({given}) is computed in the forward{obstacle}, not picked out of "
+                "the batch: compute it before the pipeline, as part of the batch, or in a module "
+                "without parameters, called with parts of the batch, with pipeline_postproc=True"
+            )
+        return TracedArguments(call.args, call.kwargs)
 
-    def _args_of(self, node: Node, **options: Any) -> Any:
-        given = len(node.args) + len(node.kwargs)
-        args, count = self.get_node_args(node, **options)
-        return args if given and count == given else None
+    def computed_for(self, inputs: Mapping[str, TracedArguments]) -> dict[str, TracedArguments]:
+        """Return the arguments of the modules from whose results these inputs are picked."""
+        ahead: set[str] = set()
+        calls = [call for name in inputs if not inputs[name].why for call in self._calls[name]]
+        while calls:
+            nodes = calls.pop().all_input_nodes
+            ahead.update(str(node.target) for node in nodes if node.op == "call_module")
+            calls += nodes
+        computed: dict[str, TracedArguments] = {}
+        late = False
+        for node in self._nodes:
+            if node.op == "call_module" and node.target in ahead:
+                name = str(node.target)
+                computed[name] = TracedArguments(node.args, node.kwargs, late=late)
+            # A node without inputs, such as a constant, reads nothing of the batch.
+            elif node.all_input_nodes and (node.op, node.target) not in PICKS:
+                late = True
+        return computed
 
-    # ------------------------------------------------------- called by TorchRec's NodeArgsHelper
+    def _obstacles(self, call: Node) -> Iterator[str]:
+        """Yield what keeps a call's arguments from being computed ahead of the forward.
 
-    def _get_node_args_helper_inner(self, arg: Any, for_postproc_module: bool = False) -> Any:
-        # TorchRec's helper follows attributes and items to their root. Two cases that it would get
-        # wrong are refused before: see the comments at each return.
-        root = arg
-        while isinstance(root, Node) and root.target in (getattr, operator.getitem):
-            if any(_nodes(root.args[1:])):
-                # The key of an item is computed, so its value is unknown before the forward.
-                return None
-            root = root.args[0]
-        if getattr(root, "target", None) is KeyedJaggedTensor and not self._flattened:
-            # TorchRec would take the values of the jagged tensor for the tensor itself.
-            return None
-        return super()._get_node_args_helper_inner(arg, for_postproc_module)
+        An obstacle is a module, with the reason, or "" for other code.
+        """
+        for node in call.all_input_nodes:
+            if node.op == "call_module":
+                name = str(node.target)
+                yield from (f" by {name!r}, {why}" for why in self._refusals(name))
+                for obstacle in self._obstacles(node):
+                    yield obstacle or f" by {name!r}, whose own arguments are not found"
+            elif node.op != "placeholder":
+                if (node.op, node.target) not in PICKS:
+                    yield ""
+                yield from self._obstacles(node)
 
-    # Inputs are picked from a dict that also has the results of modules, so that a placeholder is
-    # first the item BATCH of this dict.
-    def _handle_placeholder(self, child_node: Node, arg_info: ArgInfo) -> ArgInfo:
-        return super()._handle_placeholder(child_node, arg_info).add_step(GetItemArgInfoStep(BATCH))
-
-    def _handle_module(self, child_node: Node, arg_info: ArgInfo) -> ArgInfo | None:
-        name = str(child_node.target)
-        # A module that several inputs need is computed once.
-        if name not in self.computed:
-            if why := self._refusal(name):
-                self._why = self._why or f" by {name!r}, {why}"
-                return None
-            args = self._args_of(child_node, for_postproc_module=True)
-            if args is None:
-                self._why = self._why or f" by {name!r}, whose own arguments are not found"
-                return None
-            self.computed[name] = args
-        return arg_info.add_step(GetItemArgInfoStep(name))
-
-    def _handle_constant(
-        self, arg: Any, arg_info: ArgInfo, for_postproc_module: bool = False
-    ) -> ArgInfo | None:
-        if isinstance(arg, tuple | slice) and any(_nodes(arg)):
-            # TorchRec would pass the nodes themselves to the module.
-            return None
-        # An element that cannot be found is handed on as None by TorchRec (1.8). _lost counts
-        # these, so the whole container counts as not found.
-        lost = self._lost
-        steps = super()._handle_constant(arg, arg_info, for_postproc_module)
-        return steps if self._lost == lost else None
-
-    def _handle_collection_element(self, arg: Any, for_postproc_module: bool = False) -> Any:
-        if not isinstance(arg, Node | list | dict | tuple | slice):
-            return arg
-        steps = self._get_node_args_helper_inner(arg, for_postproc_module)
-        self._lost += steps is None
-        return steps
-
-    # ---------------------------------------------------------------------------------------------
-
-    def _refusal(self, name: str) -> str:
-        """Return why a module may not run ahead of the forward, or ""."""
+    def _refusals(self, name: str) -> Iterator[str]:
+        """Yield why a module may not run ahead of the forward."""
+        if not self._postproc:
+            yield "a module that would run ahead with pipeline_postproc=True"
         module = self._model.get_submodule(name)
-        parameters = [of for of, _ in module.named_parameters()]
-        times = len(self._calls[name])
-        if not self._pipeline_postproc:
-            return "a module that would run ahead with pipeline_postproc=True"
         if isinstance(module, ShardedModule):
-            return "whose embeddings come after the exchange"
-        if parameters:
-            return f"which holds parameters ({', '.join(parameters)}) that each step changes"
-        if times > 1:
-            return f"which is called {times} times in one forward: share one result"
+            yield "whose embeddings come after the exchange"
+        if parameters := [of for of, _ in module.named_parameters()]:
+            yield f"which holds parameters ({', '.join(parameters)}) that each step changes"
+        if (times := len(self._calls[name])) > 1:
+            yield f"which is called {times} times in one forward: share one result"
         # Shared modules would see the calls in another order than in the forward.
-        for other in self.computed:
+        for other in self._calls.keys() - {name}:
             called = self._model.get_submodule(other)
             if module in {*called.modules()} or called in {*module.modules()}:
-                return f"which shares modules with {other!r}, that is called too"
-        return ""
-
-
-def _nodes(value: Any) -> Iterator[Node]:
-    """Return the nodes within an argument, at any depth."""
-    nodes: list[Node] = []
-    map_arg(value, nodes.append)
-    return iter(nodes)
+                yield f"which shares modules with {other!r}, that is called too"

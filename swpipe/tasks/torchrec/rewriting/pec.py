@@ -24,7 +24,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,9 @@ from swpipe.core.messages import in_bytes
 from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.plans.torchrec import sparse_dist as names
 from swpipe.plans.torchrec.pec_plan import EARLY, LATE, OVERLAP
-from swpipe.tasks.torchrec._torchrec import VERSION, LazyAwaitable, check_parts
+from swpipe.tasks.torchrec._torchrec import LazyAwaitable
 from swpipe.tasks.torchrec.embedding_tables.table_state import rates_of, set_rates
 from swpipe.tasks.torchrec.pipelines.mid_flight import counts
-from swpipe.tasks.torchrec.private_parts import PEC_PARTS, problems
 from swpipe.tasks.torchrec.rewriting.seam import run_embedding_backward
 from swpipe.tasks.torchrec.step.task_set import SparseDistTasks, in_turn
 
@@ -71,21 +70,24 @@ class Sizes:
         return f"a rank gets {shares} per step, over {self.steps} steps"
 
 
-class Partition(NamedTuple):
-    """One sharding group's values in two parts; in each pair, the shared part is first.
+class Part(NamedTuple):
+    """The rows of one sharding group that two batches share, or all its other rows.
 
     Attributes:
         features: The ids of this rank's rows.
         sent: The number of this rank's ids whose embeddings each rank sends.
         got: The number of ids that each rank has asked for.
-        order: Indices of this rank's own ids: one tensor to merge received embeddings, or one per
-            part.
+        order: The places of these ids among this rank's own ids of the batch.
     """
 
-    features: tuple[Any, Any]
-    sent: tuple[list[int], list[int]]
-    got: tuple[list[int], list[int]]
-    order: tuple[Tensor, ...]
+    features: Any
+    sent: list[int]
+    got: list[int]
+    order: Tensor
+
+
+Parts: TypeAlias = tuple[Part, Part]
+"""The shared rows, then the others."""
 
 
 @dataclass
@@ -98,7 +100,8 @@ class Batch:
         features: The ids of this rank's rows, from all ranks, per sharding group.
         masks: The pending exchanges of masks, or None after the wait.
         before: The batch before, if it is known.
-        forward: The parts by whether the batch before uses the rows.
+        forward: The parts by whether the batch before uses the rows, per sharding group.
+        merge: The places of this rank's own ids in both parts, one after the other, per group.
         backward: The parts by whether the next batch uses the rows; None if that is unknown.
         early: The pending exchanges of embeddings, per group.
         merged: The embeddings of the batch, leaves of the dense part's graph.
@@ -111,8 +114,9 @@ class Batch:
     features: Any
     masks: Any
     before: Batch | None
-    forward: list[Partition] = field(default_factory=list)
-    backward: list[Partition] | None = None
+    forward: list[Parts] = field(default_factory=list)
+    merge: list[Tensor] = field(default_factory=list)
+    backward: list[Parts] | None = None
     early: list[Any] = field(default_factory=list)
     merged: list[Tensor] = field(default_factory=list)
     rates: Sequence[float] = ()
@@ -124,10 +128,8 @@ class Sent(NamedTuple):
 
     batch: Batch
     group: int
-    features: Any
+    part: Part
     gradient: Tensor
-    sent: list[int]
-    got: list[int]
     work: Any = None
 
 
@@ -146,13 +148,6 @@ class PecModule:
         # The batch of the latest start_masks: the one before the next batch.
         self._last: Batch | None = None
         self._deferred: list[Sent] = []
-        # An attribute of the instance hides the method, so that the replaced forward of the
-        # pipeline, which calls compute_and_output_dist, looks up the shared rows only.
-        module.compute_and_output_dist = self._look_up_late
-
-    def close(self) -> None:
-        """Give the module its own look-up back."""
-        vars(self.module).pop("compute_and_output_dist", None)
 
     def forget(self) -> None:
         """Forget the batches that were dropped."""
@@ -175,7 +170,7 @@ class PecModule:
         )
         batch = Batch(ctx.iter_idx, context, features, masks, before)
         self._last = batch
-        # For _look_up_late, which gets the module's context and not the batch.
+        # For look_up_late, which gets the module's context and not the batch.
         context.pec_batch = batch
         return batch
 
@@ -183,12 +178,13 @@ class PecModule:
         """Wait for the masks, then look up and send the rows that the batch before does not use."""
         batch: Batch = ctx.pec[self.name]
         results = [mask.wait() for mask in batch.masks]
-        batch.forward = [_partition(part, part.permute) for part, _ in results]
+        batch.merge = [split.permute for split, _ in results]
+        batch.forward = [_parts(split, _orders(split)) for split, _ in results]
         # The masks also split the batch before, whose backward needs it: its gradients for rows of
         # this batch are sent first.
         if batch.before is not None:
             batch.before.backward = [
-                _partition(part, part.ol_permute, part.nol_permute) for _, part in results
+                _parts(split, (split.ol_permute, split.nol_permute)) for _, split in results
             ]
             # Each batch refers to its predecessor only until then; otherwise all batches would stay
             # alive.
@@ -196,17 +192,14 @@ class PecModule:
         batch.masks = None
         batch.early = [*self._look_up(batch, 1)]
 
-    def _look_up_late(self, context: Any, features: Any) -> Any:
-        """Look up and send the rows that the batch before uses; replaces the module's method."""
-        batch: Batch | None = getattr(context, "pec_batch", None)
-        # Without a batch, another pipeline of the model has called it, or the model by itself.
-        if batch is None:
-            return type(self.module).compute_and_output_dist(self.module, context, features)
+    def look_up_late(self, context: Any, features: Any) -> Any:
+        """Look up and send the rows that the batch before uses, in place of the whole look-up."""
+        batch: Batch = context.pec_batch
         late = [*self._look_up(batch, 0)]
         batch.rates = rates_of([self.module])
         return _Merged(self, batch, late)
 
-    def _look_up(self, batch: Batch, part: int) -> Iterator[Any]:
+    def _look_up(self, batch: Batch, which: int) -> Iterator[Any]:
         inner = self.inner
         groups = zip(
             inner._lookups,
@@ -217,18 +210,19 @@ class PecModule:
         )
         # Without a graph: `update` looks the rows up again to run their backward.
         with torch.no_grad():
-            for number, (lookup, output_dist, context, partition) in enumerate(groups):
-                features = partition.features[part]
+            for number, (lookup, output_dist, context, parts) in enumerate(groups):
+                part = parts[which]
                 # A copy of the sharding context for one part: the exchange of embeddings reads the
                 # sizes from it. The rows are put into the order of ids in _Merged, so nothing is
                 # unbucketized here.
                 own = copy.copy(context)
-                own.lengths_after_input_dist = features.lengths().view(-1, features.stride())
-                own.input_splits = partition.sent[part]
-                own.output_splits = partition.got[part]
+                lengths = part.features.lengths()
+                own.lengths_after_input_dist = lengths.view(-1, part.features.stride())
+                own.input_splits = part.sent
+                own.output_splits = part.got
                 own.unbucketize_permute_tensor = None
-                rows = lookup(features).view(-1, self._dims[number])
-                self._count(partition.sent[part], number, part)
+                rows = lookup(part.features).view(-1, self._dims[number])
+                self._count(part.sent, number, which)
                 yield output_dist(rows, own)
 
     def start_deferred(self, ctx: IterContext) -> None:
@@ -250,18 +244,15 @@ class PecModule:
         batch: Batch = ctx.pec[self.name]
         # Without the next batch's masks no gradient is deferred: those of both parts of the look-up
         # are sent.
-        parts = batch.backward or [_turned(partition) for partition in batch.forward]
-        for number, (partition, merged) in enumerate(zip(parts, batch.merged, strict=True)):
+        groups = batch.backward or batch.forward
+        for number, (parts, merged) in enumerate(zip(groups, batch.merged, strict=True)):
             gradient = merged.grad
             # The model has not used these embeddings, but other ranks may wait for the gradients.
             if gradient is None:
                 gradient = torch.zeros_like(merged)
             # Gradients take the way of the ids: to the rank that holds the row.
             first, second = (
-                Sent(batch, number, features, gradient.index_select(0, order), out, got)
-                for features, order, out, got in zip(
-                    partition.features, partition.order, partition.sent, partition.got, strict=True
-                )
+                Sent(batch, number, part, gradient.index_select(0, part.order)) for part in parts
             )
             batch.sent.append(self._started(first, 0))
             if batch.backward is None:
@@ -276,18 +267,18 @@ class PecModule:
         self._update(batch.sent)
         batch.sent = []
 
-    def _started(self, share: Sent, part: int) -> Sent:
+    def _started(self, share: Sent, which: int) -> Sent:
         dim = self._dims[share.group]
-        got = share.gradient.new_empty(sum(share.got) * dim)
+        got = share.gradient.new_empty(sum(share.part.got) * dim)
         work = dist.all_to_all_single(
             got,
             share.gradient.reshape(-1),
-            output_split_sizes=[count * dim for count in share.got],
-            input_split_sizes=[count * dim for count in share.sent],
+            output_split_sizes=[count * dim for count in share.part.got],
+            input_split_sizes=[count * dim for count in share.part.sent],
             group=self._group,
             async_op=True,
         )
-        self._count(share.got, share.group, part)
+        self._count(share.part.got, share.group, which)
         return share._replace(gradient=got, work=work)
 
     def _update(self, sent: Iterable[Sent]) -> None:
@@ -297,14 +288,15 @@ class PecModule:
 
         for share in sent:
             share.work.wait()
-            if not share.features.values().numel():
+            features = share.part.features
+            if not features.values().numel():
                 continue
             gradient = share.gradient.view(-1, self._dims[share.group])
             context = share.batch.context.sharding_contexts[share.group]
             # Gradients come by rank, then feature; rows are looked up by feature, then rank.
             recat = torch.ops.fbgemm.invert_permute(context.sparse_features_recat)
             places = torch.arange(len(gradient), device=gradient.device)
-            lengths = share.features.lengths().view(recat.shape[0], -1)
+            lengths = features.lengths().view(recat.shape[0], -1)
             _, order, _ = torch.ops.fbgemm.permute_2D_sparse_data(
                 recat, lengths, places, None, len(gradient)
             )
@@ -319,14 +311,14 @@ class PecModule:
             # The fused optimizer runs in the backward of a look-up, so the rows are looked up
             # again.
             with torch.enable_grad():
-                rows = self.inner._lookups[share.group](share.features)
+                rows = self.inner._lookups[share.group](features)
                 rows.view_as(ordered).backward(ordered)
             set_rates([self.module], before)
 
-    def _count(self, rows: Sequence[int], group: int, part: int) -> None:
+    def _count(self, rows: Sequence[int], group: int, which: int) -> None:
         """Count the bytes that come from other ranks, at 4 bytes per value."""
         mine = dist.get_rank(self._group)
-        self._sizes.bytes[part] += 4 * self._dims[group] * (sum(rows) - rows[mine])
+        self._sizes.bytes[which] += 4 * self._dims[group] * (sum(rows) - rows[mine])
 
 
 class _Merged(LazyAwaitable):  # type: ignore[misc]
@@ -348,7 +340,7 @@ class _Merged(LazyAwaitable):  # type: ignore[misc]
         for number, (late, early) in enumerate(zip(self._late, batch.early, strict=True)):
             with torch.no_grad():
                 both = torch.cat([late.wait(), early.wait()])
-                merged = both.index_select(0, batch.forward[number].order[0])
+                merged = both.index_select(0, batch.merge[number])
             # Leaves: the graph is cut here, and the gradients go into `merged.grad` for
             # start_backward.
             batch.merged.append(merged.requires_grad_(torch.is_grad_enabled()))
@@ -372,13 +364,10 @@ class PecTasks:
         sizes: Counts the bytes of both exchanges.
 
     Raises:
-        ImportError: The installed TorchRec lacks parts that these tasks use.
         ValueError: A table's optimizer counts its look-ups, of which PEC makes more.
     """
 
     def __init__(self, tasks: SparseDistTasks, modules: Mapping[str, Any], sizes: Sizes) -> None:
-        if lacks := problems(PEC_PARTS):
-            check_parts(str(VERSION), lacks)
         counting = [name for name, module in modules.items() if counts(module)]
         if counting:
             raise ValueError(
@@ -388,11 +377,8 @@ class PecTasks:
         self._tasks = tasks
         self._sizes = sizes
         self._modules = [PecModule(name, module, sizes) for name, module in modules.items()]
-
-    def close(self) -> None:
-        """Give the modules their own look-ups back."""
-        for module in self._modules:
-            module.close()
+        # The replaced forwards of these modules then look up the shared rows only.
+        tasks.rewrite.look_ups = {module.name: module.look_up_late for module in self._modules}
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         """Return the tasks, in serial order."""
@@ -435,17 +421,17 @@ class PecTasks:
         self._sizes.steps += 1
 
 
-def _partition(part: Any, *order: Tensor) -> Partition:
-    """Return one of TorchRec's two partitions, of the rows that are shared (ol) and not (nol)."""
-    splits = part.splits
-    features = (part.ol_features, part.nol_features)
-    return Partition(features, splits.input_splits, splits.output_splits, order)
+def _parts(split: Any, orders: Sequence[Tensor]) -> Parts:
+    """Return TorchRec's two partitions, of the rows that are shared (ol) and not (nol)."""
+    features = (split.ol_features, split.nol_features)
+    sizes = (split.splits.input_splits, split.splits.output_splits)
+    shared, others = map(Part, features, *sizes, orders)
+    return shared, others
 
 
-def _turned(partition: Partition) -> Partition:
-    """Return the partition of a look-up for gradients, which go back the way of the embeddings."""
-    (merge,) = partition.order
-    # Embedding i of the batch is number merge[i] of both parts, so gradient n of both parts is
-    # number argsort(merge)[n] of the batch.
-    order = torch.split(torch.argsort(merge), [sum(rows) for rows in partition.sent])
-    return partition._replace(order=order)
+def _orders(split: Any) -> Sequence[Tensor]:
+    """Return the order of gradients that go back the way of a look-up's embeddings."""
+    # Embedding i of the batch is number permute[i] of both parts, so gradient n of both parts is
+    # number invert_permute(permute)[n] of the batch.
+    sizes = [sum(rows) for rows in split.splits.input_splits]
+    return torch.split(torch.ops.fbgemm.invert_permute(split.permute), sizes)

@@ -5,8 +5,8 @@
     DenseForward        sample(batch) returns x  <──┘    checks its argument, computes nothing
 
 A module may change its arguments in place, or replace tensors in them. The model's forward then
-sees the change from its beginning. If the forward reads such a tensor before it calls the module,
-``EarlyReads`` raises an error.
+sees the change from its beginning, so such a module is refused if the forward computes anything
+before it calls the module.
 
 While the model is attached, the forward of such a module returns the result that was computed for
 the batch. The module's hooks run in the model's forward, as always. A hook that changes the result
@@ -21,12 +21,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from swpipe.device import Device
-from swpipe.tasks.torchrec.rewriting.exchanged import CallInputs, memory_of
-from swpipe.tasks.torchrec.rewriting.inputs import BATCH, Found, RewriteError
-from swpipe.values import tensors_in
+from swpipe.tasks.torchrec.rewriting.exchanged import CallInputs
+from swpipe.tasks.torchrec.rewriting.inputs import BATCH, RewriteError, TracedArguments
 
 
 @dataclass
@@ -34,15 +32,13 @@ class PostprocResults:
     """The results of modules for one batch: ``values``, by name, under an ``autocast`` mode.
 
     ``iteration`` is that of another batch if a shortcut replays them. ``calls`` has each module's
-    arguments, as all modules have left them. ``changed`` has the memory that each module has
-    changed in its arguments, until the forward calls the module.
+    arguments, as all modules have left them.
     """
 
     iteration: int
     values: dict[str, Any] = field(default_factory=dict)
     calls: dict[str, CallInputs] = field(default_factory=dict)
     autocast: tuple[bool, torch.dtype] | None = None
-    changed: dict[str, set[int]] = field(default_factory=dict)
 
 
 class PostprocForward:
@@ -55,7 +51,7 @@ class PostprocForward:
     results: PostprocResults | None = None
     checks = False
 
-    def __init__(self, name: str, args: Any, module: nn.Module, device: Device) -> None:
+    def __init__(self, name: str, args: TracedArguments, module: nn.Module, device: Device) -> None:
         self.name = name
         self.args = args
         self._module = module
@@ -66,13 +62,17 @@ class PostprocForward:
 
     def compute(self, batch: Any, results: PostprocResults) -> None:
         """Compute and keep the result for one batch."""
-        args, kwargs = self.args.build_args_kwargs({BATCH: batch, **results.values})
+        args, kwargs = self.args.values({BATCH: batch, **results.values})
         # Noted before the call, so that changes show what the call itself has changed.
         call = CallInputs(args, kwargs)
         results.values[self.name] = self._compute(*args, **kwargs)
         results.calls[self.name] = call
-        if changed := call.changes():
-            results.changed[self.name] = changed
+        if self.args.late and call.changed():
+            raise RewriteError(
+                f"module {self.name!r} changes its input, and runs ahead of the forward, which may "
+                "read what it changes before it calls the module: let it change and return a copy, "
+                "call it first, or train without pipeline_postproc"
+            )
         self._left = self._state()
 
     def check_unchanged(self, in_flight: int) -> None:
@@ -94,10 +94,6 @@ class PostprocForward:
                 f"module {self.name!r} is called outside of its pipeline, which computes its "
                 "results ahead of the forward: detach() the model first, attach() it after"
             )
-        # The checks below may read what a module has changed, which EarlyReads would refuse: it
-        # sees no changes meanwhile. If a check fails, the forward ends anyway.
-        changed = results.changed
-        results.changed = {}
         if self.checks:
             call = results.calls[self.name]
             if why := call.mismatch(args, kwargs):
@@ -109,13 +105,10 @@ class PostprocForward:
                     f"{self._ahead()}, and the forward calls it in another autocast mode: enter "
                     "autocast around progress(), or within the module"
                 )
-        # From its call on, the forward may read what the module has changed.
-        changed.pop(self.name, None)
-        results.changed = changed
         return results.values[self.name]
 
     def _ahead(self) -> str:
-        return f"module {self.name!r}: its result for {Found(self.args)} was computed ahead"
+        return f"module {self.name!r}: its result for {self.args} was computed ahead"
 
     def _state(self) -> list[Any]:
         """Return the module's state: its buffers with their versions, and plain attributes."""
@@ -138,36 +131,9 @@ def compute_ahead(
     for forward in forwards:
         forward.compute(batch, results)
     # A later module may have changed the input of an earlier one; the forward sees the last state.
-    for call in results.calls.values() if results.changed else ():
+    for call in results.calls.values():
         call.note()
     return results
-
-
-class EarlyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode for the model's forward that refuses reads of values changed ahead of their module.
-
-    A module that runs ahead changes its input before the forward begins. An operator that reads
-    this input before the forward calls the module would see the change too early.
-    """
-
-    def __init__(self, results: PostprocResults) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._results = results
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Check the arguments of one operator, then run it."""
-        if self._results.changed:
-            memory = {memory_of(tensor) for tensor in tensors_in([args, kwargs])}
-            for name, changed in self._results.changed.items():
-                if memory & changed:
-                    raise RewriteError(
-                        f"module {name!r} changes its input, and runs ahead of the forward, which "
-                        f"reads what it changes before it calls the module ({func}): let it change "
-                        "and return a copy, or train without pipeline_postproc"
-                    )
-        return func(*args, **(kwargs or {}))
 
 
 def autocast_mode(device: Device) -> tuple[bool, torch.dtype] | None:

@@ -39,9 +39,9 @@ from swpipe.tasks.torchrec.rewriting.exchanged import CallInputs
 from swpipe.tasks.torchrec.rewriting.forwards import FORWARDS, SparseDistContext
 from swpipe.tasks.torchrec.rewriting.inputs import (
     BATCH,
-    Found,
     RewriteError,
     Traced,
+    TracedArguments,
     direct_inputs,
     named_input,
     reduced_by_outer_ddp,
@@ -50,7 +50,6 @@ from swpipe.tasks.torchrec.rewriting.inputs import (
     unwrapped,
 )
 from swpipe.tasks.torchrec.rewriting.postproc import (
-    EarlyReads,
     PostprocForward,
     PostprocResults,
     compute_ahead,
@@ -60,8 +59,6 @@ from swpipe.tasks.torchrec.step.task_options import Find, TaskOptions
 LATE = "; looked up within the dense part, since DDP reduces parameters of it"
 
 _ALONE = nullcontext()
-WATCHED = 16
-"""The number of forwards in which reads of values that a module changes ahead are checked."""
 
 _REWRITES: WeakKeyDictionary[nn.Module, WeakSet[Rewrite]] = WeakKeyDictionary()
 """Sharded module to all rewrites of it."""
@@ -112,9 +109,10 @@ class Rewrite:
     has all sharded modules by name, and ``late`` the names of those that a split pipeline looks up
     within the dense part. ``report`` is None before the first batch. ``forwards`` has one entry per
     pipelined module, ``postprocs`` one per module that runs ahead. ``home`` is the stream on which
-    the model runs. ``others`` are rewrites of the same modules. ``refusal`` is set by the pipeline:
-    it takes whether another rewrite would train, and returns why that rewrite may not run now, or
-    "".
+    the model runs. ``look_ups`` has, by name, functions that look up in place of modules'
+    ``compute_and_output_dist``. ``others`` are rewrites of the same modules. ``refusal`` is set by
+    the pipeline: it takes whether another rewrite would train, and returns why that rewrite may not
+    run now, or "".
 
     Raises:
         RewriteError: The model has no sharded module, unless ``forward`` is "own".
@@ -135,11 +133,11 @@ class Rewrite:
         # A cache that is filled on another stream needs the caller's, on which the model runs.
         self.home = device.current_stream()
         self._options = options
-        self._releases = Releases(options.memory, device) if options.memory else None
+        self._releases = Releases(options.memory, device)
         self._inner = unwrapped(model)
         self._undo = ExitStack()
         self._fused = False
-        self._watched = 0
+        self.look_ups: dict[str, Callable[[Any, Any], Any]] = {}
         self.others: tuple[ref[Rewrite], ...] = ()
         self.refusal: Callable[[bool], str] = lambda trains: ""
         self.sharded = sharded_modules(self._inner)
@@ -150,10 +148,7 @@ class Rewrite:
             for name, module in self.sharded.items()
             if self.looks_up_ahead and reduced_by_outer_ddp(model, module)
         )
-        if options.forward == "own":
-            own = Found(why="it keeps its own forward, as asked for")
-            self.report = self._reported(Traced(dict.fromkeys(self.sharded, own), {}))
-        else:
+        if options.forward != "own":
             self._check_names()
 
     def prepare(self, batch: Any) -> None:
@@ -167,7 +162,8 @@ class Rewrite:
         traced = self._find_inputs(batch)
         inputs = traced.inputs
         self.report = self._reported(traced)
-        bad = [f"  {m.name}: {m.inputs}" for m in self.report.modules if not m.pipelined]
+        wanted = () if self._options.forward == "own" else self.report.modules
+        bad = [f"  {m.name}: {m.inputs}" for m in wanted if not m.pipelined]
         if bad and self._options.strict:
             raise RewriteError(
                 "\n".join(["sharded modules that cannot be pipelined:", *bad])
@@ -179,7 +175,7 @@ class Rewrite:
             warnings.warn("\n".join([f"{head}nothing:", *bad]), RuntimeWarning, stacklevel=2)
         self.forwards = tuple(
             FORWARDS["prefetch" if name in self.late else self._options.forward](
-                name, inputs[name].args, module, self._device
+                name, inputs[name], module, self._device
             )
             for name, module in self.sharded.items()
             if not inputs[name].why
@@ -203,7 +199,7 @@ class Rewrite:
             # unless is_pipelined is set.
             self._set(forward._module, "forward", forward)
             self._set(forward._module, "is_pipelined", True)
-            if self._releases is not None and self._releases.marks(forward._module):
+            if self._releases.marks(forward._module):
                 self._set(forward._module, MARK, True)
         for postproc in self.postprocs:
             self._set(postproc._module, "forward", postproc)
@@ -216,10 +212,6 @@ class Rewrite:
         """Restore the model; batches in flight are kept."""
         self._undo.close()
         self.attached = False
-
-    def at_detach(self, undo: Callable[[], object]) -> None:
-        """Register a function that is called when the model is detached next."""
-        self._undo.callback(undo)
 
     def check_others(self, trains: bool) -> None:
         """Raise RuntimeError if batches in flight in another pipeline of the model forbid it."""
@@ -246,8 +238,7 @@ class Rewrite:
 
     def compute(self, batch: Any, iteration: int) -> PostprocResults | None:
         """Run the modules that compute inputs, if any; the first batch calls ``prepare``."""
-        if not self.attached:
-            self._attach_first(batch)
+        self._attach_first(batch)
         postprocs = self.postprocs
         return compute_ahead(postprocs, batch, iteration, self._device) if postprocs else None
 
@@ -257,26 +248,22 @@ class Rewrite:
         Each module is called as in TorchRec's pipelines. If all modules keep their own forward,
         there is nothing to exchange.
         """
-        if not (self.attached or self._options.forward == "own"):
-            self._attach_first(batch)
+        self._attach_first(batch)
         # Results of modules that ran ahead are looked up by the name of the module, the batch by
         # "".
         source = {BATCH: batch, **({} if context.computed is None else context.computed.values)}
         for forward in self.forwards:
             name = forward.name
             module = forward._module
-            inputs = forward.args.build_args_kwargs(source)
+            inputs = forward.args.values(source)
             # Noted before preprocess_input and input_dist, which may replace tensors of the input.
             context.inputs[name] = CallInputs(*inputs)
-            if self._releases is not None:
-                inputs = self._releases.lent(inputs)
-            args, kwargs = module.preprocess_input(*inputs)
+            args, kwargs = module.preprocess_input(*self._releases.lent(inputs))
             module_context = module.create_context()
             context.module_contexts[name] = module_context
             request = module.input_dist(module_context, *args, **kwargs)
             context.input_dist_splits_requests[name] = request
-        if self._releases is not None:
-            self._releases.started(context)
+        self._releases.started(context)
         # TorchRec's private _fuse_input_dist_splits groups the requests by process group, and fills
         # fused_splits_awaitables. Each of them is wrapped, so that a shortcut can wait again.
         fuse_input_dist_splits(context)
@@ -298,23 +285,11 @@ class Rewrite:
             forward.set_context(context)
             forward.iteration = iteration
             forward.replayed = replayed
+            forward.compute = self.look_ups.get(forward.name)
         results = context.computed
         for postproc in self.postprocs:
             postproc.results = results
             postproc.checks = results is not None and results.iteration == iteration
-
-    def watching(
-        self, context: SparseDistContext, iteration: int
-    ) -> AbstractContextManager[object]:
-        """Return a block for the model's forward that refuses early reads of changed values."""
-        results = context.computed
-        if results is None or results.iteration != iteration or not results.changed:
-            return nullcontext()
-        # A dispatch mode costs host time in every operator, so only the first forwards are watched.
-        if self._watched >= WATCHED:
-            return nullcontext()
-        self._watched += 1
-        return EarlyReads(results)
 
     def done(self) -> None:
         """Drop the results of modules that ran ahead of one batch's forward."""
@@ -322,6 +297,8 @@ class Rewrite:
             postproc.results = None
 
     def _attach_first(self, batch: Any) -> None:
+        if self.attached:
+            return
         if self.report is not None:
             raise RuntimeError("the model is detached from its pipeline: call attach() first")
         self.prepare(batch)
@@ -335,8 +312,7 @@ class Rewrite:
 
         ``counting`` takes the ids and returns a block, in which each module prefetches.
         """
-        if self._releases is not None:
-            self._releases.sent(context)
+        self._releases.sent(context)
         # TorchRec's prefetch takes the stream of the look-up, so that rows are kept for it; None if
         # both run on the same stream.
         forward_stream = None if self._device.current_stream() == self.home else self.home
@@ -382,23 +358,22 @@ class Rewrite:
             )
             for name, module in self.sharded.items()
         )
-        computed = (f"{name}({Found(args)})" for name, args in traced.computed.items())
+        computed = (f"{name}({arguments})" for name, arguments in traced.computed.items())
         return RewriteReport(tuple(modules), self._options.find, describe(), tuple(computed))
 
     def _find_inputs(self, batch: Any) -> Traced:
         # Inputs that the user names are not searched: the search may fail just for these modules.
         named = {name: named_input(path) for name, path in self._options.inputs.items()}
+        if self._options.forward == "own":
+            named = dict.fromkeys(
+                self.sharded, TracedArguments(why="it keeps its own forward, as asked for")
+            )
         rest = {name: m for name, m in self.sharded.items() if name not in named}
         if not rest:
             return Traced(named, {})
         if self._options.find == "direct":
             return Traced(named | direct_inputs(batch, rest), {})
-        try:
-            traced = traced_inputs(
-                self._inner, batch, rest, postproc=self._options.pipeline_postproc
-            )
-        except ValueError as error:
-            raise RewriteError(str(error)) from error
+        traced = traced_inputs(self._inner, rest, postproc=self._options.pipeline_postproc)
         return Traced(named | traced.inputs, traced.computed)
 
     def _fuse(self) -> None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -131,19 +133,15 @@ def exchange_rows(batch: Any, route: Route, group: Group = None) -> Any:
 def _exchange_columns(columns: Sequence[Tensor], route: Route, group: Group) -> list[Tensor]:
     rows = len(route.order)
     # Columns of all types are exchanged as one table of bytes, which takes one collective.
+    widths = [column.element_size() * math.prod(column.shape[1:]) for column in columns]
     as_bytes = [
-        column.detach().contiguous().flatten().view(torch.uint8).view(rows, -1)
-        if column.numel()
-        else column.new_empty(rows, 0, dtype=torch.uint8)
-        for column in columns
+        column.detach().contiguous().flatten().view(torch.uint8).view(rows, width)
+        for column, width in zip(columns, widths, strict=True)
     ]
     table = torch.cat(as_bytes, dim=1)[_index(route.order, columns[0])]
     arrived = _all_to_all(table, route.sent, route.received, group)
-    widths = [part.shape[1] for part in as_bytes]
     return [
-        part.contiguous().flatten().view(column.dtype).view(column.shape)
-        if column.numel()
-        else column
+        part.clone().flatten().view(column.dtype).view(column.shape)
         for part, column in zip(torch.split(arrived, widths, dim=1), columns, strict=True)
     ]
 
@@ -170,18 +168,6 @@ def _index(rows: Sequence[int], like: Tensor) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=like.device)
 
 
-def _children(value: Any) -> dict[Any, Any] | None:
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, list | tuple):
-        return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    if hasattr(value, "record_stream") and hasattr(value, "__dict__"):
-        return dict(vars(value))
-    return None
-
-
 def _rows_of(value: Tensor | KeyedJaggedTensor | JaggedTensor, name: str) -> int:
     if isinstance(value, Tensor):
         return value.shape[0] if value.ndim else 0
@@ -206,23 +192,23 @@ def _mapped(value: Any, name: str, rows: int, fn: Callable[[Any], Any]) -> Any:
                 "batch elsewhere, or as plain numbers"
             )
         return fn(value)
-    children = _children(value)
-    if children is None:
+    if isinstance(value, list | tuple):
+        parts = [_mapped(part, f"{name}.{place}", rows, fn) for place, part in enumerate(value)]
+        # A named tuple takes its fields as arguments, other sequences take an iterable.
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    # Frozen dataclasses are not initialised again, hence object.__setattr__.
+    put: Callable[[Any, Any, Any], object] = object.__setattr__
+    if isinstance(value, Mapping):
+        children = dict(value)
+        put = operator.setitem
+    elif dataclasses.is_dataclass(type(value)):
+        children = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    elif hasattr(value, "record_stream"):
+        children = dict(vars(value))
+    else:
         return value
-    mapped = {key: _mapped(child, f"{name}.{key}", rows, fn) for key, child in children.items()}
-    if isinstance(value, tuple):
-        # A named tuple takes its fields as arguments, a plain tuple takes an iterable.
-        return (
-            type(value)(*mapped.values()) if hasattr(value, "_fields") else tuple(mapped.values())
-        )
-    if isinstance(value, list):
-        return list(mapped.values())
-    # Copied shallowly: other attributes stay as they are, and frozen dataclasses are not
-    # initialised again.
+    # Copied shallowly: other attributes stay as they are.
     clone = copy.copy(value)
-    for key, child in mapped.items():
-        if isinstance(value, Mapping):
-            clone[key] = child
-        else:
-            object.__setattr__(clone, key, child)
+    for key, child in children.items():
+        put(clone, key, _mapped(child, f"{name}.{key}", rows, fn))
     return clone

@@ -28,10 +28,10 @@ Source: Megatron-LM, megatron.core.distributed.DistributedDataParallel.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -87,24 +87,21 @@ class DeferredReduction:
         pending = self._pending
         self._pending = []
         for bucket in pending:
-            bucket.finish()
+            bucket.work.wait()
+            for parameter, reduced in zip(bucket.parameters, bucket.gradients, strict=True):
+                # With gradient_as_bucket_view, parameter.grad is a view of the bucket and reduced
+                # already.
+                gradient = parameter.grad
+                if gradient is not None and gradient.data_ptr() != reduced.data_ptr():
+                    gradient.copy_(reduced)
 
 
-class _Bucket:
+class _Bucket(NamedTuple):
     """A bucket of gradients whose reduction has begun."""
 
-    def __init__(self, bucket: Any, work: dist.Work) -> None:
-        self._reduced = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
-        self._work = work
-
-    def finish(self) -> None:
-        self._work.wait()
-        for parameter, reduced in self._reduced:
-            # With gradient_as_bucket_view, parameter.grad is a view of the bucket and reduced
-            # already.
-            gradient = parameter.grad
-            if gradient is not None and gradient.data_ptr() != reduced.data_ptr():
-                gradient.copy_(reduced)
+    work: dist.Work
+    parameters: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor]
 
 
 @dataclass
@@ -145,8 +142,8 @@ def _start_reduction(state, bucket):  # type: ignore[no-untyped-def]
     if state.pending is None or buffer.is_sparse:
         return work.get_future().then(lambda done: done.value()[0])
     # The returned future is complete, so DDP does not wait. It copies the unreduced bucket to
-    # parameter.grad; _Bucket.finish writes the reduced values over it.
-    state.pending.append(_Bucket(bucket, work))
+    # parameter.grad; DeferredReduction.finish writes the reduced values over it.
+    state.pending.append(_Bucket(work, bucket.parameters(), bucket.gradients()))
     devices = [] if buffer.is_cpu else [buffer.device]
     returned: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
     returned.set_result(buffer)

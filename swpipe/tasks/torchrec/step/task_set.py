@@ -48,7 +48,14 @@ from swpipe.tasks.torchrec.rewriting.seam import run_embedding_backward
 from swpipe.tasks.torchrec.step.grad_reduction import GradientFlow
 from swpipe.tasks.torchrec.step.module_modes import ModuleModesOf
 from swpipe.tasks.torchrec.step.task_options import TaskOptions
-from swpipe.tasks.torchrec.step.task_states import Gradients, PartUse, declared, parts_of_step
+from swpipe.tasks.torchrec.step.task_states import (
+    DRAWS,
+    Gradients,
+    States,
+    declared,
+    states_of_parts,
+    undeclared_parts,
+)
 from swpipe.tasks.torchrec.step.train_step import TrainStep, by_gradient
 
 
@@ -203,8 +210,7 @@ class SparseDistTasks:
         """Wait for the ids; modules with a cache fill it."""
         pins = self.prefetched
         with nullcontext() if pins is None else pins.prefetching():
-            if self.options.forward != "own":
-                self.rewrite.prefetch(ctx.pipeline, None if pins is None else pins.counting)
+            self.rewrite.prefetch(ctx.pipeline, None if pins is None else pins.counting)
 
     def embedding_forward(self, ctx: IterContext) -> None:
         """Look the embeddings up with the current learning rate, and start their exchange."""
@@ -231,8 +237,9 @@ class SparseDistTasks:
             ctx.tokens = self.step.per_token.count(ctx.batch, target) if trains else None
 
     def dense_forward(self, ctx: IterContext) -> None:
-        """Compute losses and output."""
-        self._run_model(ctx)
+        """Compute losses and output, unless ``embedding_forward`` runs the whole model."""
+        if self.rewrite.looks_up_ahead:
+            self._run_model(ctx)
 
     def postprocess_loss(self, ctx: IterContext) -> None:
         """Compute the scalar loss."""
@@ -254,11 +261,10 @@ class SparseDistTasks:
 
     def embedding_backward(self, ctx: IterContext) -> None:
         """Run the backward of the tables, which updates fused ones, and average replicas."""
-        if self.options.forward == "split":
-            # A shortcut of DenseForward replays the cut of an earlier batch, in another graph.
-            cuts = [seam for seam in ctx.pipeline.seams.values() if seam.iteration == ctx.iter_idx]
-            run_embedding_backward(cuts)
-            ctx.pipeline.seams.clear()
+        # A shortcut of DenseForward replays the cut of an earlier batch, in another graph.
+        cuts = [seam for seam in ctx.pipeline.seams.values() if seam.iteration == ctx.iter_idx]
+        run_embedding_backward(cuts)
+        ctx.pipeline.seams.clear()
         # Not inside backward, which does not run for an evaluation batch.
         if self.prefetched is not None:
             self.prefetched.finish_backward()
@@ -281,12 +287,12 @@ class SparseDistTasks:
             self.functions["optimizer_step"]()
 
     def watch(self, ctx: IterContext) -> None:
-        """Call the watchdog."""
-        self.functions["watch"]()
+        """Call the watchdog, if there is one."""
+        if self.functions["watch"] is not None:
+            self.functions["watch"]()
 
     def _use(self, ctx: IterContext) -> None:
-        if self.options.forward != "own":
-            self.rewrite.use(ctx.pipeline, ctx.iter_idx)
+        self.rewrite.use(ctx.pipeline, ctx.iter_idx)
         # Asked here, since each call costs host time in every step.
         if self.step.accumulate > 1:
             self.gradients.set_reduction(ctx.iter_idx, trains=self.trains())
@@ -296,17 +302,12 @@ class SparseDistTasks:
         ctx.training = self.trains()
         self._use(ctx)
         run = self.step.forward or self.model
-        rewrite = self.rewrite
-        watches = bool(rewrite.postprocs)
         try:
-            with rewrite.watching(ctx.pipeline, ctx.iter_idx) if watches else nullcontext():
-                result = run(ctx.batch)
+            result = run(ctx.batch)
         finally:
             # The inputs keep ids alive that only the forward needed, also if the forward failed.
-            if self.options.forward != "own":
-                ctx.pipeline.inputs.clear()
-            if watches:
-                rewrite.done()
+            ctx.pipeline.inputs.clear()
+            self.rewrite.done()
         if self.options.memory:
             # No later task uses the batch, and its memory is wanted.
             ctx.batch = None
@@ -355,16 +356,13 @@ class SparseDistTasks:
 
     def tasks(self) -> tuple[PipelineTask, ...]:
         """Return the tasks in serial order."""
-        known = parts_of_step(self)
-        return tuple(
-            self._task(name, {part: known.get(part, PartUse()) for part in parts})
-            for name, parts in self.parts().items()
-        )
+        states = states_of_parts(self)
+        return tuple(self._task(name, parts, states) for name, parts in self.parts().items())
 
-    def _task(self, name: str, parts: Mapping[str, PartUse]) -> PipelineTask:
+    def _task(self, name: str, parts: Sequence[str], used: Mapping[str, States]) -> PipelineTask:
         modes: dict[str, Any] = {}
-        for part in parts.values():
-            for state, mode in part.states.items():
+        for part in parts:
+            for state, mode in used.get(part, {}).items():
                 # A state that one part reads and another writes is declared as read and written.
                 modes[state] = mode if modes.get(state, mode) == mode else "rw"
         # A shortcut restores gradients, except those of the optimizer's task, which has used them.
@@ -377,11 +375,10 @@ class SparseDistTasks:
         pinned = () if self.prefetched is None else self.prefetched.io(parts)
         return PipelineTask(
             name,
-            # Parts that would do nothing are not called, which saves host time.
-            in_turn([getattr(self, method) for method, part in parts.items() if part.works]),
+            in_turn([getattr(self, part) for part in parts]),
             [*states, *pinned],
-            random=self.options.random and any(part.draws for part in parts.values()),
-            pure=not (states or any(part.undeclared for part in parts.values())),
+            random=self.options.random and not DRAWS.isdisjoint(parts),
+            pure=not states and undeclared_parts(self).isdisjoint(parts),
         )
 
     # ------------------------------------------------------------------------ between two batches

@@ -8,8 +8,7 @@ this module, ``tasks`` is always a ``SparseDistTasks``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -36,38 +35,23 @@ its own batch. Changing tables or postprocs while batches are in flight is refus
 """
 
 
-class PartUse(NamedTuple):
-    """What is known of a method of ``SparseDistTasks`` that a task calls.
-
-    Attributes:
-        states: The states that it uses, whether or not it works.
-        works: Whether it does anything under the options of the step.
-        draws: Whether it draws random numbers if the model does.
-        undeclared: Whether it calls a function of the user, which may touch anything.
-    """
-
-    states: States = MappingProxyType({})
-    works: object = True
-    draws: bool = False
-    undeclared: bool = False
+DRAWS = frozenset({"postprocess_input", "embedding_forward", "dense_forward"})
+"""The parts that draw random numbers if the model does."""
 
 
-def parts_of_step(tasks: Any) -> dict[str, PartUse]:
-    """Return the parts of a step under its options, keyed by the name of the method."""
-    options = tasks.options
-    kind = options.forward
-    own = kind == "own"
+def undeclared_parts(tasks: Any) -> set[str]:
+    """Return the parts that call a function of the user, which may touch anything."""
+    given = {"postprocess_loss": tasks.step.on_losses, "watch": tasks.functions["watch"]}
+    return {part for part, function in given.items() if function is not None}
+
+
+def states_of_parts(tasks: Any) -> dict[str, States]:
+    """Return the states that each part of a step uses under its options, by name of the method."""
+    kind = tasks.options.forward
     split = tasks.rewrite.looks_up_ahead
-    shuffles = options.shuffler is not None
-    # An override of a subclass is called also where nothing is exchanged.
-    replaced = {"start_input_dist", "wait_input_dist"} & options.functions.keys()
-    exchanges = replaced or not own
-    pins = tasks.prefetched is not None
-    fills = kind not in ("own", "pipelined") or (options.memory and not own)
+    shuffles = tasks.options.shuffler is not None
     late = bool(tasks.rewrite.late) or kind == "ahead"
-    hands_over = bool(tasks.fused) and options.zero_grad is not None
-    finalizes = kind == "split" or tasks.step.finalize or tasks.gradients.megatrons
-    watches = tasks.functions["watch"] is not None
+    hands_over = bool(tasks.fused) and tasks.options.zero_grad is not None
     dense: States = {"dense": "r", "buffers": "rw"}
     tables: States = {"tables": "rw", "optimizer": "r"}
     looked_up: States = {"tables": "r", "table cache": "rw"}
@@ -90,28 +74,24 @@ def parts_of_step(tasks: Any) -> dict[str, PartUse]:
     step: States = {"gradients": "rw", "dense": "rw", "optimizer": "rw"}
     # A state is declared unless the user's on_losses is called, since the engine watches pure
     # tasks, which costs host time.
-    asks = tasks.step.on_losses is not None
+    loss: States = {"loss": "rw"} if tasks.step.on_losses is None else {}
     return {
-        "start_shuffle": PartUse({"shuffler": "rw"} if shuffles else {}, shuffles),
+        "start_shuffle": {"shuffler": "rw"} if shuffles else {},
         # The ticket has all that finish needs, so other batches may be started before it: the two
         # parts share no state.
-        "finish_shuffle": PartUse({"shuffled rows": "rw"} if shuffles else {}, shuffles),
-        "postprocess_input": PartUse({"postproc": "rw"}, not own, draws=True),
-        "start_input_dist": PartUse({"exchange of sizes": "rw"}, exchanges),
-        "wait_input_dist": PartUse({"exchange of ids": "rw"}, exchanges),
-        "prefetch": PartUse({"table cache": "rw"}, fills or pins),
-        "count_tokens": PartUse(works=tasks.step.per_token is not None),
-        "embedding_forward": PartUse({**forward, **embedding_forward}, draws=True),
-        "dense_forward": PartUse({**forward, **dense_forward}, split, draws=True),
-        "postprocess_loss": PartUse({} if asks else {"loss": "rw"}, undeclared=asks),
-        "zero_grad": PartUse({"gradients": "rw", **({"optimizer": "rw"} if hands_over else {})}),
-        "dense_backward": PartUse(backward if split and not late else {**backward, **tables}),
-        "embedding_backward": PartUse(
-            embedding_backward, kind == "split" or tasks.replicates or pins
-        ),
-        "finalize_gradients": PartUse({"gradients": "rw"}, finalizes),
-        "optimizer_step": PartUse({**step, "tables": "rw"} if tasks.tables_in_step else step),
-        "watch": PartUse(works=watches, undeclared=watches),
+        "finish_shuffle": {"shuffled rows": "rw"} if shuffles else {},
+        "postprocess_input": {"postproc": "rw"},
+        "start_input_dist": {"exchange of sizes": "rw"},
+        "wait_input_dist": {"exchange of ids": "rw"},
+        "prefetch": {"table cache": "rw"},
+        "embedding_forward": {**forward, **embedding_forward},
+        "dense_forward": {**forward, **dense_forward},
+        "postprocess_loss": loss,
+        "zero_grad": {"gradients": "rw", "optimizer": "rw"} if hands_over else {"gradients": "rw"},
+        "dense_backward": backward if split and not late else {**backward, **tables},
+        "embedding_backward": embedding_backward,
+        "finalize_gradients": {"gradients": "rw"},
+        "optimizer_step": {**step, "tables": "rw"} if tasks.tables_in_step else step,
     }
 
 
