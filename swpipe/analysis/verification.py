@@ -222,7 +222,7 @@ def verify_for_run(
             f"run_ahead={plan.run_ahead} has no effect on {device!r}, which has no streams and is "
             "never behind the host: leave it out for this device",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
     by_name = {task.name: task for task in given}
     in_order = tuple([by_name[name] for name in resolved.serial_order])

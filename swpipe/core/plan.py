@@ -13,7 +13,6 @@ from typing import Any, Self, TypeAlias
 import torch
 
 from swpipe.core.files import read_text, read_typed, write_atomically
-from swpipe.core.keywords import suggests_keywords
 from swpipe.core.messages import shown
 from swpipe.core.task import (
     LABEL_RULE,
@@ -64,7 +63,6 @@ def is_host(stream: StreamRef) -> bool:
     return isinstance(stream, str) and stream == HOST
 
 
-@suggests_keywords
 @dataclass(frozen=True, slots=True)
 class TaskSchedule:
     """Where and when one task runs.
@@ -103,7 +101,6 @@ def streams_of(entries: Iterable[TaskSchedule]) -> dict[StreamRef, None]:
     return named
 
 
-@suggests_keywords
 @dataclass(frozen=True, slots=True)
 class StreamSpec:
     """The properties of a named stream.
@@ -115,7 +112,6 @@ class StreamSpec:
     priority: int = 0
 
 
-@suggests_keywords
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
     """A complete plan, which stores the names of tasks; tasks may be given as objects or by name.
