@@ -155,7 +155,6 @@ class HappensBefore:
         self.streams = program.streams
         self._on_host = {name for name, ins in program.instructions.items() if ins.on_host}
         self._walks: dict[int, _Walk] = {}
-        self._answers: dict[tuple[str, str, int, bool], bool] = {}
         # Without a thread group that pulls, ``<admit>`` calls the loader. No other lane waits for
         # ``<retire>``: so an instruction that comes after ``<retire>`` comes after the body, too.
         self._stands_for = {BODY: RETIRE, PULL: PULL if PULL in program.order else ADMIT}
@@ -193,8 +192,7 @@ class HappensBefore:
         Returns:
             True if it holds for every i, however many iterations there are.
         """
-        known = self._answers.get((first, then, distance, False))
-        return self._ask(first, then, distance, on_device=False) if known is None else known
+        return self._ask(first, then, distance, on_device=False)
 
     def never_beside(self, first: str, then: str, distance: int) -> bool:
         """Return whether two tasks never overlap in time, ``distance`` or more iterations apart."""
@@ -211,10 +209,7 @@ class HappensBefore:
         other work waits for: when they return, they are done. Device work that they launch comes
         after the earlier work on the caller's stream.
         """
-        if first in SOURCES:
-            return self.host(first, then, distance)
-        known = self._answers.get((first, then, distance, True))
-        return self._ask(first, then, distance, on_device=True) if known is None else known
+        return self._ask(first, then, distance, on_device=first not in SOURCES)
 
     @cached_property
     def _order(self) -> tuple[Instruction, ...]:
@@ -228,7 +223,7 @@ class HappensBefore:
         return tuple([by_task[task] for task in topological(dict.fromkeys(by_task, ()), edges)])
 
     def _ask(self, first: str, then: str, distance: int, *, on_device: bool) -> bool:
-        """Ask the walk for this distance, and store its answer."""
+        """Return what the walk for this distance says."""
         iterations = abs(distance) + 1
         if iterations not in self._walks:
             self._walks[iterations] = _Walk(self.program, self._order, iterations)
@@ -237,6 +232,4 @@ class HappensBefore:
         i = max(0, -distance)
         producer, consumer = (self._stands_for.get(name, name) for name in (first, then))
         before = walk.device_before if on_device else walk.host_before
-        kept = bool(before[consumer, i + distance] & walk.bits[producer] << i)
-        self._answers[first, then, distance, on_device] = kept
-        return kept
+        return bool(before[consumer, i + distance] & walk.bits[producer] << i)

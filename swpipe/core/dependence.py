@@ -56,17 +56,15 @@ class ProposedEdge(NamedTuple):
     Attributes:
         consumer: The task that comes later.
         producer: The task that comes first.
-        distance: The difference of their iterations; None for an edge within a period.
+        distance: The difference of their iterations.
     """
 
     consumer: str
     producer: str
-    distance: int | None
+    distance: int
 
     def __str__(self) -> str:
         pair = f'("{self.consumer}", "{self.producer}"'
-        if self.distance is None:
-            return f"same_period_deps=[{pair})]"
         if self.distance == 0:
             return f"deps=[{pair})]"
         return f"cross_iter_deps=[{pair}, {self.distance})]"
