@@ -222,9 +222,9 @@ def proves(effects: EffectTable, before: HappensBefore) -> bool:
     """
     plan = before.plan
     # Beside the body: last stage, caller's thread and stream. There, program order is serial.
-    silent = [plan.schedule[n] for n in effects if effects[n].undeclared]
+    undeclared = [plan.schedule[n] for n in effects if effects[n].undeclared]
     beside = TaskSchedule(plan.max_stage)
-    if any(replace(entry, globally_ordered=False) != beside for entry in silent):
+    if any(replace(entry, globally_ordered=False) != beside for entry in undeclared):
         return False
     # One location stands for all attributes, so that each task conflicts with every other one.
     whole = Effects(*[frozenset([Location("the context", False)])] * 2)
@@ -238,7 +238,7 @@ def _beside_the_others(
 ) -> list[Problem]:
     """Return problems of tasks that may run before the loop's body, and of batches pulled ahead."""
     pulled = False
-    silent = dict.fromkeys(_silent_apart(plan, effects))
+    undeclared = dict.fromkeys(_undeclared_apart(plan, effects))
     shared: dict[str, dict[Location, None]] = {}
     for violation in broken:
         pair = {violation.consumer, violation.producer}
@@ -248,7 +248,7 @@ def _beside_the_others(
             # An undeclared task is itself at fault; of a declared one, the shared states are.
             (task,) = pair - {BODY}
             if effects[task].undeclared:
-                silent[task] = None
+                undeclared[task] = None
             else:
                 shared.setdefault(task, {}).update(
                     dict.fromkeys(c.place for c in violation.conflicts)
@@ -260,7 +260,7 @@ def _beside_the_others(
             f"{_where_in(plan, name)}",
             (name,),
         )
-        for name in silent
+        for name in undeclared
     ]
     # Tasks that share the same states with the body have one problem together.
     alike: dict[tuple[Location, ...], list[str]] = {}
@@ -271,17 +271,17 @@ def _beside_the_others(
     ]
 
 
-def _silent_apart(plan: PipelinePlan, effects: EffectTable) -> list[str]:
+def _undeclared_apart(plan: PipelinePlan, effects: EffectTable) -> list[str]:
     """Return the undeclared tasks on another thread than the body, or than the first of them.
 
     Tasks on different threads have no order, whatever their stages are.
     """
     group = {name: entry.thread_group for name, entry in plan.schedule.items()}
     group |= {BODY: DEFAULT_GROUP, PULL: plan.pull_group or DEFAULT_GROUP}
-    silent = [name for name in effects if effects[name].undeclared]
+    undeclared = [name for name in effects if effects[name].undeclared]
     # Loader and body come first: the rest have to be on the thread of the first of all.
-    silent.sort(key=lambda name: (name not in OTHERS, name))
-    return [n for n in silent if n not in OTHERS and group[n] != group[silent[0]]]
+    undeclared.sort(key=lambda name: (name not in OTHERS, name))
+    return [n for n in undeclared if n not in OTHERS and group[n] != group[undeclared[0]]]
 
 
 def _where_in(plan: PipelinePlan, name: str) -> str:
@@ -335,7 +335,7 @@ _BEHIND = (
 
 def stale_problems(plan: PipelinePlan, effects: EffectTable) -> list[Problem]:
     """Return a problem for each state that ``stale`` or ``newer`` names and no task touches."""
-    touched = {p.name for e in effects.values() for p in e.reads | e.writes if p.persistent}
+    touched = {p.name for e in effects.values() for p in e.places if p.persistent}
     rule = f"which no task touches (touched are: {listed(sorted(touched))})"
     mend = "correct the name, or take it out"
     named = [("stale", state) for state in plan.stale] + [("newer", state) for state in plan.newer]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 
 from swpipe.core.context import C
-from swpipe.core.effects import UNKNOWN, Effects
+from swpipe.core.effects import Effects, undeclared_effects
 from swpipe.core.loaders import (
     draws_in_mid_pass,
     draws_nothing,
@@ -380,7 +380,7 @@ def loop_over(
     if run_ahead is not None:
         plan = replace(plan, run_ahead=run_ahead)
     overlapped = Overlap(plan, tuple(t.name for t in leading), ahead, why)
-    effects = {PULL: Effects() if ahead else UNKNOWN}
+    effects = {PULL: Effects() if ahead else undeclared_effects()}
     pipe = SWPipeline(plan, tasks, effects=effects, **options)
     loop = kind(loader, overlapped, pipe, functions, draws)
     # A second loop over this iterator would miss the batches that this loop has pulled.
