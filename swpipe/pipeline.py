@@ -14,7 +14,7 @@ from swpipe._engine.driver import Driver, checked_start
 from swpipe._engine.iterations import Engine, make_streams
 from swpipe._engine.observers import Observer, Observers
 from swpipe._engine.randomness import TaskSeeds
-from swpipe._engine.serial import SerialLane
+from swpipe._engine.serial import run_serially
 from swpipe._engine.torch_state import checked_mode
 from swpipe._engine.waiting import Host
 from swpipe._engine.watchdog import checked_timeout
@@ -119,7 +119,6 @@ class SWPipeline(ShortcutControl[C]):
         )
         self.plan = self._verified.plan
         self.tasks = self._verified.tasks
-        self._serial = SerialLane(self.tasks)
         self._observers = Observers(self.device)
         self._alike = check_ranks
         self._stall_timeout_s = checked_timeout(stall_timeout_s)
@@ -386,7 +385,7 @@ class SWPipeline(ShortcutControl[C]):
             ctx = self.context(batch, number)
             # A plan with ``keep`` may release the batch, which this reference would prevent.
             del batch
-            ctx = self._serial.run(driver.engine, ctx)
+            ctx = run_serially(driver.engine, ctx)
             # The iteration has not failed, so its state is not lost.
             driver.lost = ""
             if iter_idx is None:

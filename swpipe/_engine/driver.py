@@ -566,15 +566,16 @@ class Driver(Generic[C]):
             self.lost = f"iterations {numbers} were dropped by a failure or by close()"
         self.next_iteration = first + run.admission.pulled
         self._ended = run.admission.iterator if run.admission.data_ended and run.retired else None
-        self._failed = run.admission.iterator if run.admission.failure is not None else None
+        self._failed = run.admission.iterator if run.admission.errors else None
         self.run = None
         notes = [f"swpipe: {left}; its thread ends when that returns" for left in run.left_inside()]
-        waiting, run.admission.failure = run.admission.failure, None
-        if waiting is not None and run.finished:
-            self._errors.append(waiting)
-        elif waiting is not None:
-            text = f"swpipe: dropped, too, what the iterator raised: {type(waiting).__name__}"
-            notes.append(f"{text}: {waiting}")
+        while run.admission.errors:
+            _, error = run.admission.errors.pop(0)
+            if run.finished:
+                self._errors.append(error)
+            else:
+                text = f"swpipe: dropped, too, what the iterator raised: {type(error).__name__}"
+                notes.append(f"{text}: {error}")
         return notes
 
     def _end_all(self) -> None:

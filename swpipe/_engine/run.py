@@ -41,7 +41,6 @@ Assumptions
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 import time
@@ -53,6 +52,7 @@ from typing import Any, NamedTuple
 
 from swpipe._engine.admission import Admission
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
+from swpipe._engine.interruption import raise_in
 from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterations, reset_states
 from swpipe._engine.process import add_run, remove_run
 from swpipe._engine.release import finish, warn_of_missing, with_releases
@@ -560,9 +560,7 @@ class Run:
         """Raise ``Cancelled`` in threads that still run, at their next line of Python."""
         for lane in self.lanes[1:]:
             if lane.thread is not None and lane.thread.is_alive() and lane.thread.ident:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(lane.thread.ident), ctypes.py_object(Cancelled)
-                )
+                raise_in(lane.thread.ident, Cancelled)
 
     def _reset_states(self) -> None:
         """Call the ``reset`` of all tasks.
