@@ -60,7 +60,7 @@ def _run_within(
     i = ctx.iter_idx
     seeded = engine.seeds.seeded(task.name, i) if task.random else nullcontext()
     # Whatever the plan says, the task is on the caller's thread and stream.
-    ins = Instruction(task.name, 0, 0, 0, None, (), (), record=False, publish=False)
+    ins = Instruction(task.name, stage=0, lane=0, position=0)
     with device.on(device.current_stream()), seeded, observing(observers, ins, i):
         _call(engine, task, ctx)
 

@@ -272,7 +272,12 @@ def _plan(change: Callable[[PipelinePlan], PipelinePlan], patch: pytest.MonkeyPa
 
 
 def _stream_order(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(compiler, "_by_stream", lambda layout: {})
+    host_waits = compiler._host_waits
+    patch.setattr(
+        compiler,
+        "_host_waits",
+        lambda layout: host_waits(replace(layout, queue=[0] * len(layout.queue))),
+    )
 
 
 # ------------------------------------------------------------------------ changes to the run
