@@ -35,11 +35,8 @@ nothing relies on it.
 
 from __future__ import annotations
 
-from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple, Self
 
-from swpipe.core.dependence import topological
 from swpipe.core.plan import BODY, PULL, PipelinePlan, StreamRef
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.program import (
@@ -78,11 +75,14 @@ class _Walk:
             further iteration.
     """
 
-    def __init__(self, program: Program, order: tuple[Instruction, ...], iterations: int) -> None:
+    def __init__(self, program: Program, iterations: int) -> None:
         self.host_before: dict[tuple[str, int], int] = {}
         self.device_before: dict[tuple[str, int], int] = {}
         self._program = program
         self._iterations = iterations
+        # All waits point backwards in this order.
+        instructions = program.instructions
+        order = [instructions[name] for name in program.order]
         self.bits = {ins.task: 1 << n * iterations for n, ins in enumerate(order)}
         # Knowledge of each worker of each lane, and of each instruction at each period.
         lanes = [[_Known(0, 0, {})] * lane.workers for lane in program.lanes]
@@ -211,22 +211,11 @@ class HappensBefore:
         """
         return self._ask(first, then, distance, on_device=first not in SOURCES)
 
-    @cached_property
-    def _order(self) -> tuple[Instruction, ...]:
-        """An order of a period's instructions in which all their waits point backwards."""
-        by_task = self.program.instructions
-        edges = []
-        for lane in self.program.lanes:
-            edges += [(after.task, before.task) for before, after in pairwise(lane.instructions)]
-            for ins in lane.instructions:
-                edges += [(ins.task, wait.producer) for wait in ins.host_waits if wait.lag == 0]
-        return tuple([by_task[task] for task in topological(dict.fromkeys(by_task, ()), edges)])
-
     def _ask(self, first: str, then: str, distance: int, *, on_device: bool) -> bool:
         """Return what the walk for this distance says."""
         iterations = abs(distance) + 1
         if iterations not in self._walks:
-            self._walks[iterations] = _Walk(self.program, self._order, iterations)
+            self._walks[iterations] = _Walk(self.program, iterations)
         # Of the iterations in this walk, the two asked for are the first and the last.
         walk = self._walks[iterations]
         i = max(0, -distance)

@@ -243,20 +243,12 @@ def _over(place: Location, names: Sequence[str], effects: EffectTable) -> list[C
         reads = place in effects[consumer].reads
         # One of the two must write: a reader conflicts with writers only.
         for producer, sooner in (everyone if consumer in writers else writers).items():
-            hazard = _HAZARDS.get((producer in writers, reads, consumer in writers))
-            if hazard is not None and sooner < later:
+            hazard: Hazard = "write after read"
+            if producer in writers:
+                hazard = "read after write" if reads else "write after write"
+            if sooner < later:
                 conflicts.append(Conflict(consumer, producer, 0, place, hazard))
             # A writer also conflicts with itself, on the previous iteration.
-            if hazard is not None and place.persistent:
+            if place.persistent:
                 conflicts.append(Conflict(consumer, producer, 1, place, hazard))
     return conflicts
-
-
-_HAZARDS: dict[tuple[bool, bool, bool], Hazard] = {
-    (True, True, True): "read after write",
-    (True, True, False): "read after write",
-    (True, False, True): "write after write",
-    (False, True, True): "write after read",
-    (False, False, True): "write after read",
-}
-"""The hazard, by whether the producer writes, the consumer reads, and the consumer writes."""

@@ -519,12 +519,9 @@ def _check_names(values: Mapping[str, Any], problems: list[Problem]) -> None:
     """Report names that a terminal or a file cannot show; validation reports empty names."""
     edges = chain(values["deps"], values["cross_iter_deps"], values["same_period_deps"])
     used = chain(values["schedule"], *(edge[:2] for edge in edges), values["order"])
-    names = dict.fromkeys([name for name in used if isinstance(name, str)])
-    for task in values["tasks"]:  # names of PipelineTasks were checked when these were made
-        names.pop(task.name, None)
     problems += [
         Problem(f"task name {shown(name)}: {NAME_RULE}", (name,))
-        for name in names
+        for name in dict.fromkeys([name for name in used if isinstance(name, str)])
         if not is_name(name)
     ]
     # Entries of a wrong type have been reported already, and have no labels to look at.
@@ -536,8 +533,8 @@ def _check_names(values: Mapping[str, Any], problems: list[Problem]) -> None:
         *[("stream", name) for name in values["streams"]],
         *[(what, name) for what in ("stale", "newer") for name in values[what]],
     ]
-    # The default group and streams that are objects need no check. Each name is reported once.
-    labels = [label for label in labels if isinstance(label[1], str) and label[1] != DEFAULT_GROUP]
+    # Streams that are objects have no name. Each name is reported once.
+    labels = [label for label in labels if isinstance(label[1], str)]
     problems += [
         Problem(f"{what} {shown(name)}: {LABEL_RULE}")
         for what, name in dict.fromkeys(labels)

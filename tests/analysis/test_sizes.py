@@ -178,20 +178,12 @@ def test_conflicts_are_looked_for_among_the_writers_of_a_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Readers do not conflict with each other: the work grows with them, not with their square."""
-    looks = [0]
-
-    class Counting(dict[Any, Any]):
-        def get(self, key: Any, default: Any = None) -> Any:
-            looks[0] += 1
-            return super().get(key, default)
-
-    monkeypatch.setattr(effects, "_HAZARDS", Counting(effects._HAZARDS))
+    calls = counted(monkeypatch, effects, "Conflict")
     read = Effects(reads=frozenset({STATE}))
     found = effects.conflicts(
         dict.fromkeys(NAMES, read) | {"w": Effects(writes=frozenset({STATE}))}
     )
-    assert MANY <= looks[0] <= 3 * MANY
-    assert len(found) == 2 * MANY + MANY + 1
+    assert calls[0] == len(found) == 2 * MANY + MANY + 1
 
 
 def test_copies_of_an_attribute_take_few_looks(monkeypatch: pytest.MonkeyPatch) -> None:
