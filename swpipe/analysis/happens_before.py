@@ -176,7 +176,7 @@ class HappensBefore:
         caller does after ``<retire>``, before it comes to the next instruction. Of an
         ``attribute`` a task of the host alone uses no result of device work.
         """
-        if not self.host(first, then, distance):
+        if not self._ask(first, then, distance, on_device=False):
             return False
         host_only = not self.streams or (attribute and then in self._on_host)
         return host_only or self.device(first, then, distance)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from swpipe.analysis.happens_before import HappensBefore
@@ -146,10 +146,13 @@ def violations(
     required = tuple(required)
     broken: dict[tuple[str, str, int], Violation] = {}
     for before in guaranteed:
+        # The same question comes up for each location that two tasks share: it is asked once.
+        on_host = cache(before.host)
+        on_device = cache(before.keeps)
         for conflict, either, seeded in required:
             consumer, producer, distance = key = conflict[:3]
-            on_device = partial(before.keeps, attribute=not conflict.place.persistent)
-            keeps = before.host if conflict.place.on_host else on_device
+            of_device = partial(on_device, attribute=not conflict.place.persistent)
+            keeps = on_host if conflict.place.on_host else of_device
             if keeps(producer, consumer, distance):
                 continue
             if seeded and before.never_beside(producer, consumer, distance):

@@ -76,7 +76,7 @@ class Effects:
     @property
     def undeclared(self) -> bool:
         """Whether the task may touch state without a declaration."""
-        return UNDECLARED in self.places
+        return UNDECLARED in self.reads or UNDECLARED in self.writes
 
 
 EffectTable: TypeAlias = Mapping[str, Effects]

@@ -135,35 +135,31 @@ def read_typed(value: Any, hint: Any, where: str, readers: Readers = _NO_READERS
             return readers[kind](value)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-    if isinstance(kind, type) and is_dataclass(kind):
-        return _read_fields(value, kind, where, readers)
     if kind is tuple:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{where} is {shown(value)}: it must be a list")
         return tuple(
             read_typed(each, parts[0], f"{where}[{n}]", readers) for n, each in enumerate(value)
         )
-    if kind in (dict, Mapping):
+    if kind in (dict, Mapping) or is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise ValueError(f"{where} is {shown(value)}: it must be a table")
-        return _read_each(value, dict.fromkeys(value, parts[1]), where, readers)
+        if not is_dataclass(kind):
+            return _read_each(value, dict.fromkeys(value, parts[1]), where, readers)
+        missing = [
+            field.name
+            for field in fields(kind)
+            if field.default is field.default_factory is MISSING and field.name not in value
+        ]
+        if missing:
+            raise ValueError(f"{where} has no {listed(missing)}; it has: {listed(value)}")
+        return kind(**_read_each(value, get_type_hints(kind), where, readers))
     # type() and not isinstance(), since True is an int. JSON also knows NaN and Infinity, which no
     # field takes.
     number = kind is float and type(value) is int
     if not (number or type(value) is kind) or (kind is float and not math.isfinite(value)):
         raise ValueError(f"{where} is {shown(value)}: it must be of type {kind.__name__}")
     return value
-
-
-def _read_fields(value: Any, kind: type[Any], where: str, readers: Readers) -> Any:
-    # A field without a default has to be given.
-    needed = {e.name for e in fields(kind) if e.default is e.default_factory is MISSING}
-    every = {each.name for each in fields(kind)}
-    if not isinstance(value, Mapping) or not needed <= set(value) <= every:
-        got = listed(value) if isinstance(value, Mapping) else shown(value)
-        rule = f"{sorted(needed)}, and may have {sorted(every - needed)}"
-        raise ValueError(f"{where} has the keys {rule}; not {got}")
-    return kind(**_read_each(value, get_type_hints(kind), where, readers))
 
 
 def _read_each(
@@ -173,6 +169,9 @@ def _read_each(
     read = {}
     errors = []
     for name, value in values.items():
+        if name not in hints:
+            errors.append(f"unknown key {shown(name)} in {where}; known are {listed(hints)}")
+            continue
         try:
             read[name] = read_typed(value, hints[name], f"{where}.{plain(name)}", readers)
         except PlanError as error:

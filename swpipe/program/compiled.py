@@ -65,7 +65,6 @@ from swpipe.core.plan import (
     PipelinePlan,
     StreamRef,
     TaskSchedule,
-    is_host,
 )
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.program.implied_edges import Hop, reduce_edges
@@ -278,6 +277,7 @@ def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
     schedule[PULL] = TaskSchedule(-ahead, thread_group=plan.pull_group or DEFAULT_GROUP)
     entries = [schedule[name] for name in order]
     lanes = {group: lane for lane, group in enumerate(plan.thread_groups)}
+    queues: dict[StreamRef, int] = {None: 0, HOST: -1}
     members: list[list[int]] = [[] for _ in lanes]
     workers = [1] * len(lanes)
     instructions: list[Instruction] = []
@@ -291,12 +291,11 @@ def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
                 lane=lane,
                 position=len(members[lane]),
                 stream=stream,
-                on_host=is_host(stream),
+                on_host=queues.setdefault(stream, len(queues)) < 0,
             )
         )
         members[lane].append(k)
         workers[lane] = entry.workers
-    queues: dict[StreamRef, int] = {None: 0, HOST: -1}
     declared = {
         Hop(place[d.producer], place[d.consumer], d.distance): d.host_only
         for d in resolved.dependences
@@ -305,7 +304,7 @@ def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
     within_call = [hop for w in members[1:] for hop in (Hop(0, w[0], 0), Hop(w[-1], retire, 0))]
     return _Layout(
         instructions=instructions,
-        queue=[queues.setdefault(ins.stream, len(queues)) for ins in instructions],
+        queue=[queues[ins.stream] for ins in instructions],
         ordered=[k for k, entry in enumerate(entries) if entry.globally_ordered],
         members=members,
         workers=workers,
