@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.dependence import CycleError, ProposedEdge, ProposedStage
+from swpipe.core.drawing import stream_name
 from swpipe.core.effects import (
     DRAWS,
     UNDECLARED,
@@ -41,7 +42,6 @@ from swpipe.core.plan import (
     OTHERS,
     PULL,
     PipelinePlan,
-    StreamRef,
     TaskSchedule,
     is_host,
 )
@@ -376,12 +376,8 @@ def _where(plan: PipelinePlan, violation: Violation) -> str:
     if True not in violation.devices:
         return "on a device without streams, such as the CPU: "
     both = [plan.schedule.get(task) for task in (violation.producer, violation.consumer)]
-    of = " and ".join(_name(entry.stream) for entry in both if entry is not None)
+    of = " and ".join(stream_name(entry.stream) for entry in both if entry is not None)
     return f"on a device with streams (here {of}): "
-
-
-def _name(stream: StreamRef) -> str:
-    return "the caller's" if stream is None else repr(stream)
 
 
 def _mend(plan: PipelinePlan, violation: Violation) -> Problem:

@@ -227,7 +227,7 @@ def conflicts(effects: EffectTable) -> list[Conflict]:
     # Tasks by location, so that only tasks that share one are compared.
     users: dict[Location, list[str]] = defaultdict(list)
     for name, touched in effects.items():
-        for place in touched.places:
+        for place in touched.reads | touched.writes:
             users[place].append(name)
     serial = {name: number for number, name in enumerate(effects)}
     conflicts = [each for place, names in users.items() for each in _over(place, names, effects)]

@@ -220,7 +220,8 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool) -> Program:
         streams: Whether the device has streams; if not, the plan's streams are ignored.
     """
     plan = resolved.plan
-    layout = _layout(resolved, streams)
+    depth = plan.depth
+    layout = _layout(resolved, depth, streams)
     waits = _host_waits(layout)
     events = _event_waits(layout) if streams else [[] for _ in waits]
     # An instruction records an event, or publishes its progress, only if a reduced edge begins
@@ -252,10 +253,10 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool) -> Program:
     ]
     return Program(
         lanes=tuple(lanes),
-        depth=plan.depth,
+        depth=depth,
         # Streams wait over declared distances, and over sums of distances through tasks of the
         # host.
-        ring=plan.depth + max([hop.weight for hops in (layout.deps, *events) for hop in hops]),
+        ring=depth + max([hop.weight for hops in (layout.deps, *events) for hop in hops]),
         order=tuple([ins.task for ins in at]),
         launch_limit=plan.launch_limit if streams else None,
         resolved=resolved,
@@ -263,12 +264,12 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool) -> Program:
     )
 
 
-def _layout(resolved: ResolvedPlan, streams: bool) -> _Layout:
+def _layout(resolved: ResolvedPlan, depth: int, streams: bool) -> _Layout:
     plan = resolved.plan
     last = plan.max_stage
     # A depth beyond the last stage + 1 moves all tasks to later stages: then batches are pulled
     # ``ahead`` periods before the first task needs them.
-    ahead = plan.depth - 1 - last
+    ahead = depth - 1 - last
     order = _order(plan, resolved.period_order, ahead, streams)
     place = {name: k for k, name in enumerate(order)}
     retire = place[RETIRE]

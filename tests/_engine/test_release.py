@@ -223,7 +223,7 @@ def test_an_attribute_that_went_is_an_error_that_names_keep() -> None:
             _ = ctx.x
         assert str(caught.value) == (
             "iteration 0 has no attribute 'x' any more: it was released after its declared or "
-            "recorded users, XX, because keep=['loss'] does not name it. Add it to keep if it is "
+            "recorded users, 'use', 'use again', because keep=['loss'] does not name it. Add it to keep if it is "
             "read after the iteration, or else to reads of the task that reads it"
         )
         for ask in (lambda: hasattr(ctx, "x"), lambda: getattr(ctx, "x", 0)):

@@ -384,7 +384,7 @@ def test_a_plan_that_only_a_thread_keeps_right_is_refused_for_streams() -> None:
     plan = two(TaskSchedule(stream="s"), TaskSchedule(), order="ab")
     assert not says(plan, SET_AND_READ, streams=False)
     (text,) = says(plan, SET_AND_READ, streams=None)
-    assert text.startswith("on a device with streams (here 's' and the caller's): 'b' on")
+    assert text.startswith("on a device with streams (here s and caller's): 'b' on")
 
 
 def test_many_places_make_one_problem() -> None:
