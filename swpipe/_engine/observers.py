@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -131,8 +131,7 @@ class Observers:
         # observers.
         return (*(tool for tool in tools if tool is not None), *self._added, *self.everywhere)
 
-    @contextmanager
-    def adding(self, observer: Observer) -> Iterator[None]:
+    def adding(self, observer: Observer) -> AbstractContextManager[None]:
         """Add an observer within the block.
 
         Raises:
@@ -140,6 +139,10 @@ class Observers:
         """
         if isinstance(observer, type) or not isinstance(observer, Observer):
             raise TypeError(f"{shown(observer)} is no Observer: give an object of a subclass")
+        return self._adding(observer)
+
+    @contextmanager
+    def _adding(self, observer: Observer) -> Iterator[None]:
         with self._lock:
             self._added += (observer,)
         try:

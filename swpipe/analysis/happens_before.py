@@ -75,14 +75,11 @@ class _Walk:
             further iteration.
     """
 
-    def __init__(self, program: Program, iterations: int) -> None:
+    def __init__(self, program: Program, order: list[Instruction], iterations: int) -> None:
         self.host_before: dict[tuple[str, int], int] = {}
         self.device_before: dict[tuple[str, int], int] = {}
         self._program = program
         self._iterations = iterations
-        # All waits point backwards in this order.
-        instructions = program.instructions
-        order = [instructions[name] for name in program.order]
         self.bits = {ins.task: 1 << n * iterations for n, ins in enumerate(order)}
         # Knowledge of each worker of each lane, and of each instruction at each period.
         lanes = [[_Known(0, 0, {})] * lane.workers for lane in program.lanes]
@@ -153,7 +150,10 @@ class HappensBefore:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.streams = program.streams
-        self._on_host = {name for name, ins in program.instructions.items() if ins.on_host}
+        instructions = program.instructions
+        # All waits point backwards in this order.
+        self._order = [instructions[name] for name in program.order]
+        self._on_host = {ins.task for ins in self._order if ins.on_host}
         self._walks: dict[int, _Walk] = {}
         # Without a thread group that pulls, ``<admit>`` calls the loader. No other lane waits for
         # ``<retire>``: so an instruction that comes after ``<retire>`` comes after the body, too.
@@ -215,7 +215,7 @@ class HappensBefore:
         """Return what the walk for this distance says."""
         iterations = abs(distance) + 1
         if iterations not in self._walks:
-            self._walks[iterations] = _Walk(self.program, iterations)
+            self._walks[iterations] = _Walk(self.program, self._order, iterations)
         # Of the iterations in this walk, the two asked for are the first and the last.
         walk = self._walks[iterations]
         i = max(0, -distance)

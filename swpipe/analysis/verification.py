@@ -254,8 +254,8 @@ def _run_problems(declared: Declared, touched: EffectTable, before: HappensBefor
     # Only recorded effects have an entry of the loader.
     if PULL in table:
         problems = stale_problems(resolved.plan, table) + problems
-        # The effects may be in another serial order than the run: declared states are checked in the
-        # order of the run as well.
+        # The effects may be in another serial order than the run: declared states are checked in
+        # the order of the run as well.
         problems = problems or race_problems(_in_order(resolved, declared.named), [before])
     return problems
 

@@ -106,9 +106,7 @@ class CycleError(Exception):
         return " after ".join(names)
 
 
-def topological(
-    rank: Mapping[str, tuple[int, ...]], edges: Iterable[tuple[str, str]]
-) -> list[str]:
+def topological(rank: Mapping[str, tuple[int, ...]], edges: Iterable[tuple[str, str]]) -> list[str]:
     """Return the tasks in a topological order, by Kahn's algorithm.
 
     Args:

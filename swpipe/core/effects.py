@@ -160,7 +160,7 @@ def undeclared_effects(
     # Two states are always included. UNDECLARED makes any two undeclared tasks conflict, so that
     # they keep their serial order. DRAWS is there because undeclared code may draw, whether or not
     # a task is random.
-    states = {place for effects in beside for place in effects.places if place.persistent}
+    states = {p for effects in beside for p in effects.reads | effects.writes if p.persistent}
     states |= {UNDECLARED, DRAWS}
     return Effects(
         frozenset([place for place in states if place.name not in unread]),

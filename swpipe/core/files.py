@@ -142,24 +142,31 @@ def read_typed(value: Any, hint: Any, where: str, readers: Readers = _NO_READERS
             read_typed(each, parts[0], f"{where}[{n}]", readers) for n, each in enumerate(value)
         )
     if kind in (dict, Mapping) or is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{where} is {shown(value)}: it must be a table")
-        if not is_dataclass(kind):
-            return _read_each(value, dict.fromkeys(value, parts[1]), where, readers)
-        missing = [
-            field.name
-            for field in fields(kind)
-            if field.default is field.default_factory is MISSING and field.name not in value
-        ]
-        if missing:
-            raise ValueError(f"{where} has no {listed(missing)}; it has: {listed(value)}")
-        return kind(**_read_each(value, get_type_hints(kind), where, readers))
+        return _read_table(value, hint, where, readers)
     # type() and not isinstance(), since True is an int. JSON also knows NaN and Infinity, which no
     # field takes.
     number = kind is float and type(value) is int
     if not (number or type(value) is kind) or (kind is float and not math.isfinite(value)):
         raise ValueError(f"{where} is {shown(value)}: it must be of type {kind.__name__}")
     return value
+
+
+def _read_table(value: Any, hint: Any, where: str, readers: Readers) -> Any:
+    """Return plain data as a dataclass or a mapping."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} is {shown(value)}: it must be a table")
+    if not is_dataclass(hint):
+        return _read_each(value, dict.fromkeys(value, get_args(hint)[1]), where, readers)
+    # A field without a default has to be given.
+    missing = [
+        field.name
+        for field in fields(hint)
+        if field.default is field.default_factory is MISSING and field.name not in value
+    ]
+    if missing:
+        raise ValueError(f"{where} has no {listed(missing)}; it has: {listed(value)}")
+    make: Any = hint
+    return make(**_read_each(value, get_type_hints(hint), where, readers))
 
 
 def _read_each(

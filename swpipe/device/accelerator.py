@@ -109,8 +109,8 @@ class AcceleratorDevice:
     def current_stream(self) -> Stream:
         return _current_stream(self._index)
 
-    # A ``torch.Stream`` is a context manager itself, but keeps the stream that was current before in
-    # the stream object, which several threads share here.
+    # A ``torch.Stream`` is a context manager itself, but keeps the stream that was current before
+    # in the stream object, which several threads share here.
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
         index = _current_device_index()

@@ -272,7 +272,12 @@ def test_two_slow_tasks_share_a_group_of_workers() -> None:
         deps=[("decode", "read"), ("work", "decode")],
     )
     costs = CostModel({**SLOW.tasks, "decode": TaskCost(host_us=40_000)})
-    effects = {PULL: Effects(), "read": Effects(), "decode": Effects(), "work": undeclared_effects()}
+    effects = {
+        PULL: Effects(),
+        "read": Effects(),
+        "decode": Effects(),
+        "work": undeclared_effects(),
+    }
     choice = auto_plan(plan, costs, limits=Limits(threads=2), streams=False, effects=effects)
     assert choice.plan.workers(choice.plan.schedule["read"].thread_group) > 1
     assert choice.ii_us <= 20_000
