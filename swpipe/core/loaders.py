@@ -184,7 +184,7 @@ def samplers_of(loader: object) -> Iterator[Any]:
     if not isinstance(loader, DataLoader):
         return
     # Without batch_sampler (batch_size=None) the loader asks the sampler itself.
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while sampler is not None:
         yield sampler
         names = vars(sampler) if hasattr(sampler, "__dict__") else {}
