@@ -146,7 +146,8 @@ def read_typed(value: Any, hint: Any, where: str, readers: Readers = _NO_READERS
     # type() and not isinstance(), since True is an int. JSON also knows NaN and Infinity, which no
     # field takes.
     number = kind is float and type(value) is int
-    if not (number or type(value) is kind) or (kind is float and not math.isfinite(value)):
+    is_finite = type(value) is not float or math.isfinite(value)
+    if not (number or type(value) is kind) or not is_finite:
         raise ValueError(f"{where} is {shown(value)}: it must be of type {kind.__name__}")
     return value
 
