@@ -24,6 +24,7 @@ import struct
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial
+from operator import call
 from typing import Any, TypeAlias
 
 import torch
@@ -94,7 +95,7 @@ def torch_state(autocast_types: tuple[str, ...], last: TorchState | None = None)
         RuntimeError: The thread is in a mode that cannot be carried to another thread.
     """
     settings = _settings(autocast_types)
-    state: TorchState = (settings, *[get() for get in settings.getters])
+    state: TorchState = (settings, *map(call, settings.getters))
     # The first value tells whether function modes are active; nearly always there are none.
     if state[1] or (_MESHES is not None and _MESHES.mesh_stack):
         state += _device_and_mesh()

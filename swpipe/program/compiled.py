@@ -54,7 +54,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -109,12 +109,12 @@ class Instruction:
         lane: The lane's index in the program.
         position: The index in the lane's instructions.
         stream: The stream as in the plan, ``HOST`` included; None if the device has no streams.
+        on_host: Whether it is a task of the host alone, on a device with streams.
         host_waits: Waits of the lane before the task, in every period.
         event_waits: Waits of the task's stream, for iterations that exist.
         record: Whether to record the task's event, because another stream waits for it.
         publish: Whether to publish the lane's progress right after the task, because another lane
             or the caller may wait for it.
-        on_host: Whether it is a task of the host alone, on a device with streams.
     """
 
     task: str
@@ -122,11 +122,11 @@ class Instruction:
     lane: int
     position: int
     stream: StreamRef = None
+    on_host: bool = False
     host_waits: tuple[HostWait, ...] = ()
     event_waits: tuple[EventWait, ...] = ()
     record: bool = False
     publish: bool = False
-    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +186,23 @@ class Program:
         return {ins.task: ins for lane in self.lanes for ins in lane.instructions}
 
 
+class _Place(NamedTuple):
+    """A place in the period: the first fields of its instruction."""
+
+    task: str
+    stage: int
+    lane: int
+    position: int
+    stream: StreamRef
+    on_host: bool
+
+
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """The input of the wait computation: places in the period, and the edges between them.
 
     Attributes:
-        instructions: The instruction at each place, without its waits.
+        places: All places, in period order.
         queue: The number of the stream at each place; 0 for None, -1 for ``HOST``.
         ordered: The places of globally ordered tasks.
         members: The places of each lane.
@@ -202,7 +213,7 @@ class _Layout:
             lags.
     """
 
-    instructions: Sequence[Instruction]
+    places: Sequence[_Place]
     queue: Sequence[int]
     ordered: Sequence[int]
     members: Sequence[Sequence[int]]
@@ -231,19 +242,19 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool) -> Program:
     # Every worker publishes its last instruction, so that a worker that fails can wait until the
     # others have passed the earlier iterations.
     published |= {m[-1] for m, n in zip(layout.members, layout.workers, strict=True) if n > 1}
-    at = layout.instructions
+    at = layout.places
     instructions = [
-        replace(
-            ins,
+        Instruction(
+            *place,
             host_waits=tuple(
                 [HostWait(at[p].lane, at[p].position, lag, at[p].task) for p, _, lag in waits[k]]
             ),
             event_waits=tuple([EventWait(at[p].task, distance) for p, _, distance in events[k]]),
             record=k in recorded,
             # The caller waits for the pulls of another thread.
-            publish=k in published or ins.task == PULL,
+            publish=k in published or place.task == PULL,
         )
-        for k, ins in enumerate(at)
+        for k, place in enumerate(at)
     ]
     lanes = [
         Lane(group, tuple([instructions[k] for k in places]), workers)
@@ -257,7 +268,7 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool) -> Program:
         # Streams wait over declared distances, and over sums of distances through tasks of the
         # host.
         ring=depth + max([hop.weight for hops in (layout.deps, *events) for hop in hops]),
-        order=tuple([ins.task for ins in at]),
+        order=tuple([place.task for place in at]),
         launch_limit=plan.launch_limit if streams else None,
         resolved=resolved,
         streams=streams,
@@ -281,19 +292,13 @@ def _layout(resolved: ResolvedPlan, depth: int, streams: bool) -> _Layout:
     queues: dict[StreamRef, int] = {None: 0, HOST: -1}
     members: list[list[int]] = [[] for _ in lanes]
     workers = [1] * len(lanes)
-    instructions: list[Instruction] = []
+    places: list[_Place] = []
     for k, entry in enumerate(entries):
         lane = lanes[entry.thread_group]
         stream = entry.stream if streams else None
-        instructions.append(
-            Instruction(
-                task=order[k],
-                stage=entry.stage + ahead,
-                lane=lane,
-                position=len(members[lane]),
-                stream=stream,
-                on_host=queues.setdefault(stream, len(queues)) < 0,
-            )
+        on_host = queues.setdefault(stream, len(queues)) < 0
+        places.append(
+            _Place(order[k], entry.stage + ahead, lane, len(members[lane]), stream, on_host)
         )
         members[lane].append(k)
         workers[lane] = entry.workers
@@ -304,8 +309,8 @@ def _layout(resolved: ResolvedPlan, depth: int, streams: bool) -> _Layout:
     sources = [place[name] for name in SOURCES if name in place]
     within_call = [hop for w in members[1:] for hop in (Hop(0, w[0], 0), Hop(w[-1], retire, 0))]
     return _Layout(
-        instructions=instructions,
-        queue=[queues[ins.stream] for ins in instructions],
+        places=places,
+        queue=[queues[place.stream] for place in places],
         ordered=[k for k, entry in enumerate(entries) if entry.globally_ordered],
         members=members,
         workers=workers,
@@ -338,8 +343,8 @@ def _order(plan: PipelinePlan, tasks: Sequence[str], ahead: int, streams: bool) 
 
 def _host_waits(layout: _Layout) -> list[list[Hop]]:
     """Return the host waits at each place, without implied ones; weights are lags."""
-    stage = [ins.stage for ins in layout.instructions]
-    lane = [ins.lane for ins in layout.instructions]
+    stage = [place.stage for place in layout.places]
+    lane = [place.lane for place in layout.places]
     workers = layout.workers
     hops = [Hop(p, c, stage[c] - stage[p] + distance) for p, c, distance in layout.deps]
     hops += layout.within_call
@@ -380,7 +385,7 @@ def _ring(chain: Sequence[int], again: int = 1) -> list[Hop]:
 
 def _event_waits(layout: _Layout) -> list[list[Hop]]:
     """Return the event waits at each place, without implied ones; weights are distances."""
-    stage = [ins.stage for ins in layout.instructions]
+    stage = [place.stage for place in layout.places]
     queue = layout.queue
     crossing: list[Hop] = []
     fixed: list[Hop] = []
@@ -404,7 +409,7 @@ def _through_the_host(layout: _Layout) -> list[Hop]:
     Of several paths between two tasks only the shortest is kept: one of the two streams runs its
     iterations in order, so that waiting for an iteration is waiting for those before it.
     """
-    at = layout.instructions
+    at = layout.places
     hops = [hop for hop in layout.deps if hop not in layout.host_only]
     for place in [place for place, queue in enumerate(layout.queue) if queue < 0]:
         into = [hop for hop in hops if hop.consumer == place != hop.producer]
@@ -434,5 +439,5 @@ def _fifo_chains(layout: _Layout) -> Iterator[tuple[list[int], int]]:
     for places, workers in zip(layout.members, layout.workers, strict=True):
         # A batch's event is recorded only for batches with device work: no path may lead through
         # it.
-        tasks = [k for k in places if layout.instructions[k].task not in SOURCES]
+        tasks = [k for k in places if layout.places[k].task not in SOURCES]
         yield [k for k in tasks if layout.queue[k] == 0], workers
