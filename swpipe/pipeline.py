@@ -14,7 +14,7 @@ from swpipe._engine.driver import Driver, checked_start
 from swpipe._engine.iterations import Engine, make_streams
 from swpipe._engine.observers import Observer, Observers
 from swpipe._engine.randomness import TaskSeeds
-from swpipe._engine.serial import SerialLane
+from swpipe._engine.serial import run_serially
 from swpipe._engine.torch_state import checked_mode
 from swpipe._engine.waiting import Host
 from swpipe._engine.watchdog import checked_timeout
@@ -23,7 +23,6 @@ from swpipe.analysis.verification import verify_for_run
 from swpipe.core.context import C, context_class
 from swpipe.core.drawing import format_grid, format_stages
 from swpipe.core.effects import EffectTable
-from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, resolve
@@ -49,7 +48,6 @@ class PipelineOptions(TypedDict, total=False):
     effects: EffectTable | None
 
 
-@suggests_keywords
 class SWPipeline(ShortcutControl[C]):
     """A pipeline that runs tasks on a stream of batches, under a plan.
 
@@ -121,7 +119,6 @@ class SWPipeline(ShortcutControl[C]):
         )
         self.plan = self._verified.plan
         self.tasks = self._verified.tasks
-        self._serial = SerialLane(self.tasks)
         self._observers = Observers(self.device)
         self._alike = check_ranks
         self._stall_timeout_s = checked_timeout(stall_timeout_s)
@@ -138,8 +135,8 @@ class SWPipeline(ShortcutControl[C]):
             ordered = {entry.stage for entry in entries if entry.globally_ordered}
             check_data = check_ranks and len(ordered) > 1
         # The place of the user's call, for the warning of a pipeline that is dropped without
-        # ``close``. One frame lies between: the wrapper of ``suggests_keywords``.
-        caller = sys._getframe(2)
+        # ``close``.
+        caller = sys._getframe(1)
         self._driver = Driver[C](
             engine,
             self.plan,
@@ -388,7 +385,7 @@ class SWPipeline(ShortcutControl[C]):
             ctx = self.context(batch, number)
             # A plan with ``keep`` may release the batch, which this reference would prevent.
             del batch
-            ctx = self._serial.run(driver.engine, ctx)
+            ctx = run_serially(driver.engine, ctx)
             # The iteration has not failed, so its state is not lost.
             driver.lost = ""
             if iter_idx is None:
@@ -457,15 +454,6 @@ class SWPipeline(ShortcutControl[C]):
                 task returns.
         """
         self._driver.close()
-
-    # For type checkers, ``__getattr__`` would make every name an attribute.
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            # Loaded only when an attribute is missing.
-            from swpipe.names_elsewhere import where_it_is
-
-            raise AttributeError(where_it_is(name), name=name, obj=self)
 
     def __enter__(self) -> Self:
         return self

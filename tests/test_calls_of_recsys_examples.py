@@ -90,24 +90,6 @@ def test_a_number_is_a_device_of_the_accelerator(monkeypatch: pytest.MonkeyPatch
         resolve(True)
 
 
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [
-        ("_defs", "pipe.tasks"),
-        ("_cuda_events", "format_program"),
-        ("_sequencer", "globally_ordered=True"),
-        ("_shortcut_cache", "enable_shortcut"),
-    ],
-)
-def test_a_private_name_says_what_has_its_meaning(pipe: SWPipeline, name: str, where: str) -> None:
-    """Other names have the usual message."""
-    with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{where}"):
-        getattr(pipe, name)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'$"):
-        pipe.nothing  # type: ignore[attr-defined]  # noqa: B018
-    assert not hasattr(pipe, "nothing")
-
-
 def test_a_list_of_tasks_has_the_streams_that_they_name() -> None:
     """The schedulable engine's ``Pipeline(tasks=[...])``."""
     seen: list[Any] = []

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import swpipe.loops
 from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.pipeline import borrowed
 from swpipe.trace import Observer
@@ -444,3 +445,32 @@ def test_the_stages_print_with_what_each_task_waits_for() -> None:
         lines = pipe.format_stage_analysis().splitlines()
     assert lines[0] == "depth 3"
     assert "dist (1), step (1)" in next(line for line in lines if "forward" in line)
+
+
+def test_a_warning_names_the_line_of_the_call() -> None:
+    """And no line of swpipe's."""
+    task = PipelineTask("work", lambda ctx: None)
+    with pytest.warns(RuntimeWarning, match="nothing runs ahead") as found:
+        swpipe.overlap(iter([1]), [task])
+    assert found[0].filename == __file__
+    with pytest.warns(RuntimeWarning, match="has no effect on") as found:
+        SWPipeline(replace(PipelinePlan.serial([task]), run_ahead=1), device="cpu")
+    assert found[0].filename == __file__
+
+
+def test_pipelines_and_loops_show_what_they_are() -> None:
+    """In a few lines, before, within and after a run; a notebook sees the plan, too."""
+    task = PipelineTask("work", lambda ctx: None, pure=True)
+    loop = swpipe.overlap([1, 2], [task])
+    assert repr(loop).splitlines() == ["<OverlappedLoop over list>", "ahead: the loader, work"]
+    assert "work [io]" in loop._repr_html_()
+    assert repr(swpipe.ahead([1, 2])).splitlines() == ["<AheadLoop over list>", "ahead: the loader"]
+    with SWPipeline(PipelinePlan.serial([task]), [task], device="cpu") as pipe:
+        assert repr(pipe).splitlines() == [
+            "<SWPipeline of work>",
+            "  on cpu; threads: default; 0 of 1 in flight, next is 0",
+        ]
+        pipe.run([1, 2])
+        assert "next is 2" in repr(pipe)
+    assert "closed" in repr(pipe)
+    assert repr(swpipe.loops.ResumableLoop(pipe, [1])).startswith("<ResumableLoop over list>\n<SWP")

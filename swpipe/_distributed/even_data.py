@@ -42,7 +42,6 @@ from swpipe._distributed.agreement import name_ranks
 from swpipe._distributed.pull_limit import PullLimit
 from swpipe._distributed.rank_checks import host_group
 from swpipe._engine.waiting import Cancelled
-from swpipe.core.keywords import suggests_keywords
 from swpipe.core.loaders import LoaderAround
 
 Ends: TypeAlias = Literal["stop", "pad", "error"]
@@ -88,13 +87,11 @@ class UnevenDataError(RankDataError):
     """The data of some ranks ended, and the data of other ranks did not."""
 
 
-@suggests_keywords
 def pad_with(batch: Any) -> Pad:
     """Return a pad that gives the same batch each time."""
     return lambda _: batch
 
 
-@suggests_keywords
 def pad_with_last(weight: str) -> Pad:
     """Return a pad that repeats the rank's last batch with row weights of zero.
 
@@ -118,7 +115,6 @@ def pad_with_last(weight: str) -> Pad:
     return pad
 
 
-@suggests_keywords
 class EvenData:
     """An agreement that gives all ranks the same number of batches.
 
@@ -246,7 +242,6 @@ class _Agreement(NamedTuple):
     work: dist.Work | None
 
 
-@suggests_keywords
 class EvenLoader(LoaderAround):
     """A loader whose passes have equally many batches on all ranks; made by ``EvenData.loader``."""
 
@@ -269,7 +264,6 @@ class EvenLoader(LoaderAround):
             begun.leave()
 
 
-@suggests_keywords
 class EvenIterator:
     """One pass over one rank's data, which has returned ``steps`` batches, ``padded`` of them pads.
 

@@ -54,7 +54,8 @@ class Admission:
         admitted: How many iterations were begun; the data may have ended before the last of them.
         pulled: How many batches were pulled for them.
         data_ended: Whether the iterator has ended.
-        failure: The error that the iterator raised after the last batch, until it is raised.
+        errors: The errors that the iterator raised and that are not raised to the caller yet, each
+            with the number of the iteration whose batch would have been next.
         state: The caller's torch settings, for the iterations that are admitted from now on.
         variables: The caller's context variables, likewise.
 
@@ -69,7 +70,7 @@ class Admission:
     ) -> None:
         self.iterator = iterator
         self.source = source
-        self.failure: Exception | None = None
+        self.errors: list[tuple[int, Exception]] = []
         self.admitted = self.pulled = 0
         self.data_ended = False
         self.state: TorchState | None = None
@@ -143,15 +144,16 @@ class Admission:
             if iterations.generators.cancelled:  # the run stops, and this may be its interrupt
                 raise
             add_note(error, f"swpipe: pulling the batch of iteration {iterations.first + i}")
-            self.failure = error
+            self.errors.append((i, error))
             iterations.total = i
             return
         if self._check is not None:
             self._check.after_pull()
             self._check = None
         iteration: InFlight = iterations.slots[i % iterations.depth]
-        if self._agreed is not None and self._agreed.raised:
-            iteration.errors, self._agreed.raised = self._agreed.raised, []
+        if self._agreed is not None:
+            self.errors += [(i, error) for error in self._agreed.raised]
+            self._agreed.raised = []
         iteration.ctx = iterations.engine.context(batch, iterations.first + i)
         if iterations.engine.releases is not None:
             release.begin(iteration.ctx)
@@ -167,11 +169,9 @@ class Admission:
 
     def take_error(self, i: int) -> Exception | None:
         """Return the next error that the iterator raised before the batch of iteration ``i``."""
-        iteration = self._iterations.slots[i % self._iterations.depth]
-        if i >= self.pulled or not iteration.errors:
-            return None
-        error: Exception = iteration.errors.pop(0)
-        return error
+        # An error after the last batch comes before no iteration that is pulled.
+        is_due = i < self.pulled and self.errors and self.errors[0][0] <= i
+        return self.errors.pop(0)[1] if is_due else None
 
     def _mark_source(self, i: int, iteration: InFlight) -> None:
         iterations = self._iterations

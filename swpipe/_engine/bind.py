@@ -176,14 +176,14 @@ def wait_for_events(iterations: InFlightIterations, ins: Instruction, stream: St
 
 
 def _with_stream(iterations: InFlightIterations, ins: Instruction, step: Step) -> Step:
+    engine = iterations.engine
     if ins.on_host:
         # The task launches no work, so any stream may be current. A stream may still use a value
         # that the task removes.
-        return _with_hold(iterations, step) if iterations.engine.streams else step
-    device = iterations.engine.device
-    stream = iterations.stream_of(ins)
+        return _with_hold(iterations, step) if engine.streams else step
+    stream = iterations.caller_stream if ins.stream is None else engine.streams[ins.stream]
     ring = iterations.ring
-    make_current = device.make_current
+    make_current = engine.device.make_current
     wait = wait_for_events(iterations, ins, stream) if ins.event_waits else None
     events = iterations.events.get(ins.task)
 
@@ -197,7 +197,7 @@ def _with_stream(iterations: InFlightIterations, ins: Instruction, step: Step) -
 
     # If all work is on one stream, freed memory is reused in the order of that stream: nothing to
     # hold.
-    return _with_hold(iterations, streamed) if iterations.engine.streams else streamed
+    return _with_hold(iterations, streamed) if engine.streams else streamed
 
 
 def _with_hold(iterations: InFlightIterations, step: Step) -> Step:

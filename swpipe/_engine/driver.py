@@ -26,8 +26,6 @@ Assumptions
 from __future__ import annotations
 
 import sys
-import threading
-import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -40,7 +38,7 @@ from swpipe._distributed.rank_checks import check_same_plan, tell_failure
 from swpipe._engine.exclusive import ExclusiveAccess
 from swpipe._engine.iterations import Engine, PushedBatches
 from swpipe._engine.randomness import LentAccess, lend_access, this_thread
-from swpipe._engine.run import JOIN_GRACE_S, Run
+from swpipe._engine.run import Run
 from swpipe._engine.watchdog import Watchdog
 from swpipe.core.context import C
 from swpipe.core.messages import shown
@@ -402,28 +400,14 @@ class Driver(Generic[C]):
         # it.
         if self.access.forked:
             self.run = None
-        run = self.run
-        if run is not None:
-            run.stop()
-        # A call under way on another thread ends the run when it sees ``closed``. Wait for it
-        # briefly, so that usually nothing runs when ``close`` returns.
-        deadline = time.monotonic() + JOIN_GRACE_S
-        while not self.access.forked and not self.access.enter_to_close(sys._getframe()):
-            if self._must_not_wait(run) or time.monotonic() > deadline:
-                return
-            time.sleep(1e-3)
-        try:
-            self._end_all()
-        finally:
-            self.access.leave()
-
-    def _must_not_wait(self, run: Run | None) -> bool:
-        """Return whether the call under way may be waiting for the calling thread."""
-        ident = threading.get_ident()
-        workers = () if run is None else run.lanes[1:]
-        return self.access.holder() == ident or any(
-            lane.thread is not None and lane.thread.ident == ident for lane in workers
-        )
+        elif self.run is not None:
+            self.run.stop()
+        # A call under way, on any thread, ends the run when it sees ``closed``.
+        if self.access.forked or self.access.enter_to_close(sys._getframe()):
+            try:
+                self._end_all()
+            finally:
+                self.access.leave()
 
     def _prepared(self, iterator: Iterator[Any], length: int | None = None) -> Run:
         """Return the run over this iterator, ready to be advanced by the calling thread."""
@@ -566,15 +550,16 @@ class Driver(Generic[C]):
             self.lost = f"iterations {numbers} were dropped by a failure or by close()"
         self.next_iteration = first + run.admission.pulled
         self._ended = run.admission.iterator if run.admission.data_ended and run.retired else None
-        self._failed = run.admission.iterator if run.admission.failure is not None else None
+        self._failed = run.admission.iterator if run.admission.errors else None
         self.run = None
         notes = [f"swpipe: {left}; its thread ends when that returns" for left in run.left_inside()]
-        waiting, run.admission.failure = run.admission.failure, None
-        if waiting is not None and run.finished:
-            self._errors.append(waiting)
-        elif waiting is not None:
-            text = f"swpipe: dropped, too, what the iterator raised: {type(waiting).__name__}"
-            notes.append(f"{text}: {waiting}")
+        while run.admission.errors:
+            _, error = run.admission.errors.pop(0)
+            if run.finished:
+                self._errors.append(error)
+            else:
+                text = f"swpipe: dropped, too, what the iterator raised: {type(error).__name__}"
+                notes.append(f"{text}: {error}")
         return notes
 
     def _end_all(self) -> None:

@@ -22,7 +22,7 @@ from swpipe.core.releases import Releases
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, Event, Stream
 from swpipe.errors import add_note
-from swpipe.program import SOURCES, Instruction, Program
+from swpipe.program import SOURCES, Program
 from swpipe.shortcut import Shortcuts
 
 FOREVER = sys.maxsize
@@ -51,7 +51,7 @@ class Engine:
 
     Attributes:
         program: The compiled plan.
-        tasks: The tasks by name.
+        tasks: The tasks by name, in serial order.
         device: The device, or its twin on the CPU.
         streams: The plan's streams, by their names in the plan.
         host: The source of threads and counters.
@@ -102,7 +102,6 @@ class InFlight:
         variables: The caller's context variables at the admission; None likewise.
         source: Event after which other streams may read the batch; None if it is on the host.
         held: Values that tasks removed from the context, kept until the iteration retires.
-        errors: Errors that the iterator raised before the batch.
     """
 
     ctx: TypedContext
@@ -110,7 +109,6 @@ class InFlight:
     variables: Context | None
     source: Event | None
     held: list[object] = field(default_factory=list)
-    errors: list[Exception] | None = None
 
 
 class InFlightIterations:
@@ -149,10 +147,6 @@ class InFlightIterations:
             if ins.record and name not in SOURCES
         }
         self.waiting: dict[tuple[int, int], Any] = {}
-
-    def stream_of(self, ins: Instruction) -> Stream:
-        """Return the stream that an instruction with a stream submits its work to."""
-        return self.caller_stream if ins.stream is None else self.engine.streams[ins.stream]
 
     @property
     def all_streams(self) -> tuple[Stream, ...]:

@@ -140,7 +140,7 @@ class _Access(AbstractContextManager[None]):
     """The access of one block: requested, given, perhaps lent, and given back."""
 
     def __init__(self, run: GeneratorAccess, seed: tuple[str, int] | None = None) -> None:
-        self._run = run
+        self.run = run
         self._seed = seed
         self._device = run.seeds.device
         self._request: int | None = None
@@ -177,7 +177,7 @@ class _Access(AbstractContextManager[None]):
         this_thread.access = self.outer
         self._frame = self.outer = None
         if self._request is not None:
-            self._run.counter.advance(self._request + 1)
+            self.run.counter.advance(self._request + 1)
 
     def request(self) -> None:
         """Wait for this block's turn in the run, and then for access.
@@ -185,9 +185,9 @@ class _Access(AbstractContextManager[None]):
         Raises:
             Cancelled: The run has failed, or was closed.
         """
-        request = self._run.next_request()
-        self._run.counter.wait(request)
-        self._run.granted = self
+        request = self.run.next_request()
+        self.run.counter.wait(request)
+        self.run.granted = self
         self._request = request
         self.take()
 
@@ -199,8 +199,8 @@ class _Access(AbstractContextManager[None]):
         """
         _queue[self] = None
         self._wait()
-        with self._run.lock:
-            if self._run.cancelled:
+        with self.run.lock:
+            if self.run.cancelled:
                 raise Cancelled
             if self._own is None and self._seed is None:
                 return
@@ -208,11 +208,11 @@ class _Access(AbstractContextManager[None]):
             if self._own is not None:
                 self._device.set_generator_states(self._own)
             elif self._seed is not None:
-                self._run.seeds.begin(*self._seed)
+                self.run.seeds.begin(*self._seed)
 
     def lend(self) -> None:
         """Keep this block's states, and give access back until the next ``take``."""
-        with self._run.lock:
+        with self.run.lock:
             if self._before is not None:
                 self._own = self._device.generator_states()
         self.give_back()
@@ -222,7 +222,7 @@ class _Access(AbstractContextManager[None]):
 
         May be called by any thread.
         """
-        with self._run.lock:
+        with self.run.lock:
             if self._before is not None:
                 self._device.set_generator_states(self._before)
                 self._before = None
@@ -235,18 +235,9 @@ class _Access(AbstractContextManager[None]):
         if self._woken is not None:
             self._woken.put(None)
 
-    def in_child(self) -> None:
-        """Give up, in a forked child, the access of a thread that does not exist in the child."""
-        self._run.lock = threading.RLock()
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        if frame is None:
-            _queue.pop(self, None)  # leave the generators: that thread may have locked them
-
     def _wait(self) -> None:
         while (first := _first()) is not self:
-            if self._run.cancelled:
+            if self.run.cancelled:
                 raise Cancelled
             # The queue has to exist before the last look: a wake-up that comes before it would be
             # lost.
@@ -322,8 +313,11 @@ def lend_access() -> LentAccess | None:
 
 
 def _in_child() -> None:
-    for access in list(_queue):
-        access.in_child()
+    # In a forked child nobody else has access, and a lock may be one of a thread that is not there.
+    # The generators stay as they are: that thread may have locked them, too.
+    for access in _queue:
+        access.run.lock = threading.RLock()
+    _queue.clear()
 
 
 os.register_at_fork(after_in_child=_in_child)

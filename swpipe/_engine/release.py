@@ -44,8 +44,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from swpipe._engine.bind import Step
@@ -74,7 +73,9 @@ def _with_release(
     slots = iterations.slots
     depth = iterations.depth
     after = release.after
-    let_go = _let_go(iterations, release, worker)
+    # Both lists of instructions, with observers and without, share one queue of memory.
+    place = id(release), worker
+    waiting = iterations.waiting.setdefault(place, WaitingMemory(iterations, release))
 
     def released(i: int) -> None:
         # Look the context up before the step: a run that is abandoned clears its slots meanwhile.
@@ -83,7 +84,7 @@ def _with_release(
             step(i)
         values = take(ctx, release.names, releases)
         del ctx
-        let_go(i, values)
+        waiting.add(i, values)
         if not after:
             step(i)
 
@@ -166,6 +167,12 @@ class WaitingMemory:
 
     def add(self, i: int, values: list[Any]) -> None:
         """Let the memory of one iteration wait, and free the memory of the one before."""
+        # Without events to wait for, all device work is on one stream, which reuses memory in its
+        # order. Memory of another stream is held until that stream may reuse it.
+        if not self._events:
+            self._device.hold(values, self._iterations.all_streams)
+            values.clear()
+            return
         memory = self._device.take_over(values, self._iterations.all_streams)
         # Values on the host have no device memory.
         if memory:
@@ -183,23 +190,3 @@ class WaitingMemory:
         for waiting in self._waiting:
             self._device.hold(waiting.memory, self._iterations.all_streams)
         self._waiting.clear()
-
-
-def _at_once(iterations: InFlightIterations, i: int, values: list[Any]) -> None:
-    """Give back memory at once. Memory of another stream is held until that stream may reuse it."""
-    iterations.engine.device.hold(values, iterations.all_streams)
-    values.clear()
-
-
-def _let_go(
-    iterations: InFlightIterations, release: Release, worker: int
-) -> Callable[[int, list[Any]], None]:
-    # Without events to wait for, all device work is on one stream, which reuses memory in its
-    # order.
-    if not release.behind:
-        return partial(_at_once, iterations)
-    # Both lists of instructions, with observers and without, share one queue of memory.
-    place = id(release), worker
-    waiting = iterations.waiting.get(place) or WaitingMemory(iterations, release)
-    iterations.waiting[place] = waiting
-    return waiting.add

@@ -41,7 +41,6 @@ Assumptions
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 import time
@@ -51,14 +50,18 @@ from contextvars import copy_context
 from itertools import chain
 from typing import Any, NamedTuple
 
-from torch import get_default_dtype, is_grad_enabled, is_inference_mode_enabled
-
 from swpipe._engine.admission import Admission
 from swpipe._engine.bind import Step, build_step, observe, wait_for_events, with_torch_state
+from swpipe._engine.interruption import raise_in
 from swpipe._engine.iterations import FOREVER, Engine, InFlight, InFlightIterations, reset_states
 from swpipe._engine.process import add_run, remove_run
 from swpipe._engine.release import finish, warn_of_missing, with_releases
-from swpipe._engine.torch_state import Mode, ThreadTorchState, torch_state
+from swpipe._engine.torch_state import (
+    ThreadTorchState,
+    current_mode,
+    mode_in_words,
+    torch_state,
+)
 from swpipe._engine.waiting import Cancelled, HostThread, ProgressCounter
 from swpipe.core.context import TypedContext
 from swpipe.core.plan import PULL
@@ -155,7 +158,7 @@ class Run:
         self.admission = Admission(self.iterations, iterator, source)
         self.retired = 0
         self.period = 0
-        self.mode = Mode.now(engine.mode())
+        self.mode = current_mode(engine.mode())
         # A dictionary, because its atomic ``setdefault`` keeps the first failure without a lock.
         self._failure: dict[str, BaseException] = {}
         self.stalled: StallError | None = None
@@ -260,15 +263,17 @@ class Run:
             RuntimeError: Iterations in flight were admitted in another mode or stream.
         """
         device = self.engine.device
-        # Compare field by field: to make another ``Mode`` takes longer, at every call.
-        gradients, inference, dtype, other = self.mode
-        if (
-            is_grad_enabled() is not gradients
-            or is_inference_mode_enabled() is not inference
-            or get_default_dtype() is not dtype
-            or self.engine.mode() != other
-        ):
-            self.mode = self.mode.switch(self.engine.mode(), self.in_flight)
+        mode = current_mode(self.engine.mode())
+        if mode != self.mode:
+            if self.in_flight:
+                raise RuntimeError(
+                    f"the iterations in flight ({self.in_flight}) were admitted with "
+                    f"{mode_in_words(self.mode)}, and this call is made with "
+                    f"{mode_in_words(mode)}: an iteration keeps its mode. Finish them in their "
+                    "mode before you change it: call drain(), or progress() to the end of their "
+                    "iterator"
+                )
+            self.mode = mode
         if self.iterations.caller_stream != device.current_stream():
             raise RuntimeError(
                 "the current stream is not the one under which the pipeline was filled: make that "
@@ -555,9 +560,7 @@ class Run:
         """Raise ``Cancelled`` in threads that still run, at their next line of Python."""
         for lane in self.lanes[1:]:
             if lane.thread is not None and lane.thread.is_alive() and lane.thread.ident:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(lane.thread.ident), ctypes.py_object(Cancelled)
-                )
+                raise_in(lane.thread.ident, Cancelled)
 
     def _reset_states(self) -> None:
         """Call the ``reset`` of all tasks.

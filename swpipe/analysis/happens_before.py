@@ -35,11 +35,8 @@ nothing relies on it.
 
 from __future__ import annotations
 
-from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple, Self
 
-from swpipe.core.dependence import topological
 from swpipe.core.plan import BODY, PULL, PipelinePlan, StreamRef
 from swpipe.core.resolved import ResolvedPlan
 from swpipe.program import (
@@ -78,7 +75,7 @@ class _Walk:
             further iteration.
     """
 
-    def __init__(self, program: Program, order: tuple[Instruction, ...], iterations: int) -> None:
+    def __init__(self, program: Program, order: list[Instruction], iterations: int) -> None:
         self.host_before: dict[tuple[str, int], int] = {}
         self.device_before: dict[tuple[str, int], int] = {}
         self._program = program
@@ -153,9 +150,11 @@ class HappensBefore:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.streams = program.streams
-        self._on_host = {name for name, ins in program.instructions.items() if ins.on_host}
+        instructions = program.instructions
+        # All waits point backwards in this order.
+        self._order = [instructions[name] for name in program.order]
+        self._on_host = {ins.task for ins in self._order if ins.on_host}
         self._walks: dict[int, _Walk] = {}
-        self._answers: dict[tuple[str, str, int, bool], bool] = {}
         # Without a thread group that pulls, ``<admit>`` calls the loader. No other lane waits for
         # ``<retire>``: so an instruction that comes after ``<retire>`` comes after the body, too.
         self._stands_for = {BODY: RETIRE, PULL: PULL if PULL in program.order else ADMIT}
@@ -177,7 +176,7 @@ class HappensBefore:
         caller does after ``<retire>``, before it comes to the next instruction. Of an
         ``attribute`` a task of the host alone uses no result of device work.
         """
-        if not self.host(first, then, distance):
+        if not self._ask(first, then, distance, on_device=False):
             return False
         host_only = not self.streams or (attribute and then in self._on_host)
         return host_only or self.device(first, then, distance)
@@ -193,8 +192,7 @@ class HappensBefore:
         Returns:
             True if it holds for every i, however many iterations there are.
         """
-        known = self._answers.get((first, then, distance, False))
-        return self._ask(first, then, distance, on_device=False) if known is None else known
+        return self._ask(first, then, distance, on_device=False)
 
     def never_beside(self, first: str, then: str, distance: int) -> bool:
         """Return whether two tasks never overlap in time, ``distance`` or more iterations apart."""
@@ -211,24 +209,10 @@ class HappensBefore:
         other work waits for: when they return, they are done. Device work that they launch comes
         after the earlier work on the caller's stream.
         """
-        if first in SOURCES:
-            return self.host(first, then, distance)
-        known = self._answers.get((first, then, distance, True))
-        return self._ask(first, then, distance, on_device=True) if known is None else known
-
-    @cached_property
-    def _order(self) -> tuple[Instruction, ...]:
-        """An order of a period's instructions in which all their waits point backwards."""
-        by_task = self.program.instructions
-        edges = []
-        for lane in self.program.lanes:
-            edges += [(after.task, before.task) for before, after in pairwise(lane.instructions)]
-            for ins in lane.instructions:
-                edges += [(ins.task, wait.producer) for wait in ins.host_waits if wait.lag == 0]
-        return tuple([by_task[task] for task in topological(dict.fromkeys(by_task, ()), edges)])
+        return self._ask(first, then, distance, on_device=first not in SOURCES)
 
     def _ask(self, first: str, then: str, distance: int, *, on_device: bool) -> bool:
-        """Ask the walk for this distance, and store its answer."""
+        """Return what the walk for this distance says."""
         iterations = abs(distance) + 1
         if iterations not in self._walks:
             self._walks[iterations] = _Walk(self.program, self._order, iterations)
@@ -237,6 +221,4 @@ class HappensBefore:
         i = max(0, -distance)
         producer, consumer = (self._stands_for.get(name, name) for name in (first, then))
         before = walk.device_before if on_device else walk.host_before
-        kept = bool(before[consumer, i + distance] & walk.bits[producer] << i)
-        self._answers[first, then, distance, on_device] = kept
-        return kept
+        return bool(before[consumer, i + distance] & walk.bits[producer] << i)

@@ -52,7 +52,7 @@ def uses_of(
     A table without any attribute, such as a table of declared states, tells nothing of attributes.
     """
     recorded = {
-        name: frozenset(p.name for p in touched.reads | touched.writes if not p.persistent)
+        name: frozenset(place.name for place in touched.places if not place.persistent)
         for name, touched in (effects or {}).items()
         if name != PULL
     }
@@ -101,7 +101,7 @@ def releases_of(before: HappensBefore, uses: Uses, keep: Sequence[str]) -> Relea
         kept,
         uses,
         at_task,
-        {name: _why(places.last(tasks), keep) for name, tasks in users.items()},
+        {name: _why(tasks, keep) for name, tasks in users.items()},
         _why((), keep),
     )
 
@@ -173,14 +173,6 @@ class ReleasePlaces:
                     return ReleasePlace(task, task in users)
         return ReleasePlace(RETIRE, False)
 
-    def last(self, users: Sequence[str]) -> list[str]:
-        """Return the tasks that do not come before another one of them in every interleaving."""
-        return [
-            user
-            for user in users
-            if not any(user != other and self._before.host(user, other, 0) for other in users)
-        ]
-
     def behind(self, place: ReleasePlace) -> tuple[str, ...]:
         """Return the tasks whose device work ends last before a place.
 
@@ -200,11 +192,10 @@ class ReleasePlaces:
         )
 
 
-def _why(last: Sequence[str], keep: Sequence[str]) -> str:
-    names = [repr(name) for name in last]
+def _why(users: Sequence[str], keep: Sequence[str]) -> str:
     when = "at the end of the iteration"
-    if names:
-        when = f"after task {listed(names)}, its last declared or recorded user"
+    if users:
+        when = f"after its declared or recorded users, {listed([*map(repr, users)])}"
     return (
         f"it was released {when}, because keep={[*keep]} does not name it. Add it to keep if it is "
         "read after the iteration, or else to reads of the task that reads it"

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import NamedTuple, Self
+from functools import cache, partial
+from typing import NamedTuple
 
 from swpipe.analysis.happens_before import HappensBefore
 from swpipe.core.dependence import CycleError, ProposedEdge, ProposedStage
+from swpipe.core.drawing import stream_name
 from swpipe.core.effects import (
     DRAWS,
     UNDECLARED,
@@ -41,7 +42,6 @@ from swpipe.core.plan import (
     OTHERS,
     PULL,
     PipelinePlan,
-    StreamRef,
     TaskSchedule,
     is_host,
 )
@@ -147,17 +147,13 @@ def violations(
     broken: dict[tuple[str, str, int], Violation] = {}
     for before in guaranteed:
         # The same question comes up for each location that two tasks share: it is asked once.
-        known: set[tuple[object, ...]] = set()
+        on_host = cache(before.host)
+        on_device = cache(before.keeps)
         for conflict, either, seeded in required:
             consumer, producer, distance = key = conflict[:3]
-            of_context = not conflict.place.persistent
-            on_host = conflict.place.on_host
-            if (*key, on_host, of_context) in known:
-                continue
-            of_host = on_host or not before.streams
-            keeps = before.host if of_host else partial(before.keeps, attribute=of_context)
+            of_device = partial(on_device, attribute=not conflict.place.persistent)
+            keeps = on_host if conflict.place.on_host else of_device
             if keeps(producer, consumer, distance):
-                known.add((*key, on_host, of_context))
                 continue
             if seeded and before.never_beside(producer, consumer, distance):
                 continue
@@ -215,9 +211,9 @@ def race_problems(
         # The kind of device is named only if the plan keeps the order on another kind.
         failing = [order for order in guaranteed if order.streams in violation.devices]
         where = _where(plan, violation) if len(failing) < len(guaranteed) else ""
-        mends = None if PULL in pair else Mends.of(plan, violation)
-        text = where + _text(plan, violation, mends) + _meant(plan, table, violation, failing)
-        problems.append(Problem(text, pair, mends or ()))
+        mend = _mend(plan, violation)
+        text = where + _text(violation, mend.text) + _meant(plan, table, violation, failing)
+        problems.append(replace(mend, text=text))
     return problems
 
 
@@ -229,9 +225,9 @@ def proves(effects: EffectTable, before: HappensBefore) -> bool:
     """
     plan = before.plan
     # Beside the body: last stage, caller's thread and stream. There, program order is serial.
-    silent = [plan.schedule[n] for n in effects if effects[n].undeclared]
+    undeclared = [plan.schedule[n] for n in effects if effects[n].undeclared]
     beside = TaskSchedule(plan.max_stage)
-    if any(replace(entry, globally_ordered=False) != beside for entry in silent):
+    if any(replace(entry, globally_ordered=False) != beside for entry in undeclared):
         return False
     # One location stands for all attributes, so that each task conflicts with every other one.
     whole = Effects(*[frozenset([Location("the context", False)])] * 2)
@@ -245,7 +241,7 @@ def _beside_the_others(
 ) -> list[Problem]:
     """Return problems of tasks that may run before the loop's body, and of batches pulled ahead."""
     pulled = False
-    silent = dict.fromkeys(_silent_apart(plan, effects))
+    undeclared = dict.fromkeys(_undeclared_apart(plan, effects))
     shared: dict[str, dict[Location, None]] = {}
     for violation in broken:
         pair = {violation.consumer, violation.producer}
@@ -255,7 +251,7 @@ def _beside_the_others(
             # An undeclared task is itself at fault; of a declared one, the shared states are.
             (task,) = pair - {BODY}
             if effects[task].undeclared:
-                silent[task] = None
+                undeclared[task] = None
             else:
                 shared.setdefault(task, {}).update(
                     dict.fromkeys(c.place for c in violation.conflicts)
@@ -267,7 +263,7 @@ def _beside_the_others(
             f"{_where_in(plan, name)}",
             (name,),
         )
-        for name in silent
+        for name in undeclared
     ]
     # Tasks that share the same states with the body have one problem together.
     alike: dict[tuple[Location, ...], list[str]] = {}
@@ -278,17 +274,17 @@ def _beside_the_others(
     ]
 
 
-def _silent_apart(plan: PipelinePlan, effects: EffectTable) -> list[str]:
+def _undeclared_apart(plan: PipelinePlan, effects: EffectTable) -> list[str]:
     """Return the undeclared tasks on another thread than the body, or than the first of them.
 
     Tasks on different threads have no order, whatever their stages are.
     """
     group = {name: entry.thread_group for name, entry in plan.schedule.items()}
     group |= {BODY: DEFAULT_GROUP, PULL: plan.pull_group or DEFAULT_GROUP}
-    silent = [name for name in effects if effects[name].undeclared]
+    undeclared = [name for name in effects if effects[name].undeclared]
     # Loader and body come first: the rest have to be on the thread of the first of all.
-    silent.sort(key=lambda name: (name not in OTHERS, name))
-    return [n for n in silent if n not in OTHERS and group[n] != group[silent[0]]]
+    undeclared.sort(key=lambda name: (name not in OTHERS, name))
+    return [n for n in undeclared if n not in OTHERS and group[n] != group[undeclared[0]]]
 
 
 def _where_in(plan: PipelinePlan, name: str) -> str:
@@ -342,7 +338,7 @@ _BEHIND = (
 
 def stale_problems(plan: PipelinePlan, effects: EffectTable) -> list[Problem]:
     """Return a problem for each state that ``stale`` or ``newer`` names and no task touches."""
-    touched = {p.name for e in effects.values() for p in e.reads | e.writes if p.persistent}
+    touched = {p.name for e in effects.values() for p in e.places if p.persistent}
     rule = f"which no task touches (touched are: {listed(sorted(touched))})"
     mend = "correct the name, or take it out"
     named = [("stale", state) for state in plan.stale] + [("newer", state) for state in plan.newer]
@@ -355,42 +351,7 @@ def stale_problems(plan: PipelinePlan, effects: EffectTable) -> list[Problem]:
 # --------------------------------------------------------------------------------------- in words
 
 
-class Mends(NamedTuple):
-    """The changes of a plan that the message of a violation may propose.
-
-    Attributes:
-        edge: The edge that makes the consumer wait.
-        reverse: The edge that makes the producer wait, in the same period.
-        consumer_later: The stage to move the consumer to, if ``edge`` would have a negative lag.
-        producer_earlier: The stage to move the producer to, in the same case.
-        consumer_after: The stage to move the consumer to, if ``edge`` would close a cycle.
-    """
-
-    edge: ProposedEdge
-    reverse: ProposedEdge
-    consumer_later: ProposedStage
-    producer_earlier: ProposedStage
-    consumer_after: ProposedStage
-
-    @classmethod
-    def of(cls, plan: PipelinePlan, violation: Violation) -> Self:
-        """Return the changes for a violation between two tasks."""
-        consumer = violation.consumer
-        producer = violation.producer
-        distance = violation.distance
-        # The lag s(consumer) - s(producer) + distance must be at least 0.
-        s_c = plan.schedule[consumer].stage
-        s_p = plan.schedule[producer].stage
-        return cls(
-            ProposedEdge(consumer, producer, distance),
-            ProposedEdge(producer, consumer, None),
-            ProposedStage(s_p - distance, "later", s_c),
-            ProposedStage(s_c + distance, "earlier", s_p),
-            ProposedStage(s_c + 1, "later"),
-        )
-
-
-def _text(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
+def _text(violation: Violation, mend: str) -> str:
     """Return the text of a violation: what is wrong, over which locations, and how to mend it."""
     distance = violation.distance
     consumer = f"{violation.consumer!r} on iteration i"
@@ -404,10 +365,9 @@ def _text(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
         return (
             f"{consumer} may come before or after {producer}, and {what}: "
             f"{' and '.join(_shifted(violation))} reads are allowed, but must be the same in every "
-            f"run: {_mend(plan, violation, mends)}{_mend_reversed(plan, violation, mends)}"
+            f"run: {mend}"
         )
     fault = "always comes before it" if violation.reversed else "may come before it"
-    mend = _mend(plan, violation, mends)
     return f"{consumer} must come after {producer}, but {fault}, and {what}: {mend}"
 
 
@@ -416,80 +376,69 @@ def _where(plan: PipelinePlan, violation: Violation) -> str:
     if True not in violation.devices:
         return "on a device without streams, such as the CPU: "
     both = [plan.schedule.get(task) for task in (violation.producer, violation.consumer)]
-    of = " and ".join(_name(entry.stream) for entry in both if entry is not None)
+    of = " and ".join(stream_name(entry.stream) for entry in both if entry is not None)
     return f"on a device with streams (here {of}): "
 
 
-def _name(stream: StreamRef) -> str:
-    return "the caller's" if stream is None else repr(stream)
-
-
-def _mend(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
+def _mend(plan: PipelinePlan, violation: Violation) -> Problem:
     """Return the edge to add or, if the plan could not keep it, what stands in its way."""
     consumer = violation.consumer
     producer = violation.producer
     distance = violation.distance
+    pair = (consumer, producer)
     # The loader is no task, so no edge can name it.
-    if mends is None:
-        return "pull each batch after the iteration before it: pipeline_depth=1, and no pull_group"
+    if PULL in pair:
+        text = "pull each batch after the iteration before it: pipeline_depth=1, and no pull_group"
+        return Problem(text, pair)
     # The edge is there, but orders functions only, and the state is used by device work.
-    if (consumer, producer) in plan.host_only:
-        return (
+    if pair in plan.host_only:
+        text = (
             f"the edge between them is host_only, which orders their functions and not their work "
             f'on streams: take ("{consumer}", "{producer}") out of host_only, or declare '
             "on_host=True for a state that no device work uses"
         )
+        return Problem(text, pair)
     declared = (*plan.deps, *plan.cross_iter_deps, *plan.same_period_deps)
-    if is_host(plan.schedule[consumer].stream) and (consumer, producer) in [
-        d[:2] for d in declared
-    ]:
-        return (
+    if is_host(plan.schedule[consumer].stream) and pair in [edge[:2] for edge in declared]:
+        text = (
             f"{consumer!r} is declared to work on the host alone, and does not wait for the device "
             f"work of {producer!r}: leave out stream=HOST, or declare on_host=True for a state "
             "that no device work uses"
         )
+        return Problem(text, pair)
     # Only a group with several workers runs one task on two iterations at once.
     if consumer == producer:
-        silent = any(conflict.place == UNDECLARED for conflict in violation.conflicts)
-        declare = "declare its effects (pure=True, or states in io), or " if silent else ""
-        return (
+        undeclared = any(conflict.place == UNDECLARED for conflict in violation.conflicts)
+        declare = "declare its effects (pure=True, or states in io), or " if undeclared else ""
+        text = (
             f"its {plan.schedule[consumer].workers} workers run it on several iterations at once: "
             f'{declare}leave workers out, or add cross_iter_deps=[("{consumer}", "{consumer}")], '
             "with which they take turns"
         )
-    edge = mends.edge
-    pair = (consumer, producer)
+        return Problem(text, pair)
+    edge = ProposedEdge(consumer, producer, distance)
+    # The lag s(consumer) - s(producer) + distance must be at least 0.
+    s_c = plan.schedule[consumer].stage
+    s_p = plan.schedule[producer].stage
+    if s_c - s_p + distance < 0:
+        later = ProposedStage(s_p - distance, "later", s_c)
+        earlier = ProposedStage(s_c + distance, "earlier", s_p)
+        text = f"move {consumer!r} from {later}, or {producer!r} from {earlier}, and add {edge}"
+        return Problem(text, pair, (edge, later, earlier))
     changed = replace(plan, deps=[*plan.deps, pair])
     if distance:
         changed = replace(plan, cross_iter_deps=[*plan.cross_iter_deps, (*pair, distance)])
-    apart = plan.schedule[consumer].stage - plan.schedule[producer].stage
-    # A negative lag: the producer has not run yet when the consumer does.
-    if apart + distance < 0:
-        return (
-            f"move {consumer!r} from {mends.consumer_later}, or {producer!r} from "
-            f"{mends.producer_earlier}, and add {edge}"
-        )
     # The plan is resolved once with the edge, so that no message proposes an edge that is refused.
     try:
         resolve_plan(changed)
     except CycleError as error:
-        return (
+        later = ProposedStage(s_c + 1, "later")
+        text = (
             f"to add {edge} would make a cycle ({error}): take out what puts {consumer!r} first, "
-            f"or move {consumer!r} to {mends.consumer_after}, and add it"
+            f"or move {consumer!r} to {later}, and add it"
         )
-    return f"add {edge}"
-
-
-def _mend_reversed(plan: PipelinePlan, violation: Violation, mends: Mends | None) -> str:
-    """Return the edge for the opposite order, if the two tasks meet in one period; else ""."""
-    if mends is None:
-        return ""
-    # An edge within a period reverses the order only where the period has both runs.
-    apart = plan.schedule[violation.producer].stage - plan.schedule[violation.consumer].stage
-    if violation.distance == 0 or apart != violation.distance:
-        return ""
-    which = " and ".join("newer" if what == "newer" else "older" for what in _shifted(violation))
-    return f"; or, to read the {which} one, add {mends.reverse}"
+        return Problem(text, pair, (edge, later))
+    return Problem(f"add {edge}", pair, (edge,))
 
 
 def _meant(

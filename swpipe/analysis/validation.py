@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 
-from swpipe.core.dependence import Cycle, CycleError, ProposedStage
+from swpipe.core.dependence import CycleError, ProposedStage
 from swpipe.core.drawing import format_grid
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import (
@@ -54,7 +55,7 @@ def validate(
         try:
             resolved = resolve_plan(plan, None if tasks is None else [task.name for task in tasks])
         except CycleError as error:
-            problems.append(_cycle(error))
+            problems.append(_cycle(plan, error))
     if problems:
         raise refusal(plan, problems)
     return resolved
@@ -280,14 +281,18 @@ def _future_reads(plan: PipelinePlan) -> Iterator[Problem]:
             )
 
 
-def _cycle(error: CycleError) -> Problem:
+def _cycle(plan: PipelinePlan, error: CycleError) -> Problem:
+    pairs = {*pairwise(error.cycle)}
+    deps = [dep for dep in dependences_of(plan) if dep[:2] in pairs]
+    within = [dep for dep in deps if dep.distance == 0]
     # Each cause has its own mend: stages cannot break a cycle within an iteration.
-    match error.source:
-        case Cycle.ITERATION:
-            named = listed([str(dep) for dep in error.dependences])
-            mend = f"none of these tasks can be first: take out one of {named}"
-        case Cycle.PERIOD:
-            mend = "take one out, or move a task to another stage"
-        case _:
-            mend = "swap these names in order, or leave them out of it"
-    return Problem(f"{error.source.value}: {error}; {mend}", error.cycle)
+    if {dep[:2] for dep in within} == pairs:
+        cause = "the dependences within an iteration form a cycle"
+        mend = f"none of these tasks can be first: take out one of {listed([*map(str, within)])}"
+    elif {dep[:2] for dep in deps if dep.lag == 0} == pairs:
+        cause = "the dependences within a period form a cycle"
+        mend = "take one out, or move a task to another stage"
+    else:
+        cause = "order contradicts the dependences"
+        mend = "swap these names in order, or leave them out of it"
+    return Problem(f"{cause}: {error}; {mend}", error.cycle)

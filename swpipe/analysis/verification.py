@@ -35,8 +35,8 @@ from swpipe.core.effects import (
     Declared,
     Effects,
     EffectTable,
-    anything,
     one_place_each,
+    undeclared_effects,
     unnamed_changes,
     with_the_others,
 )
@@ -122,8 +122,7 @@ def verify(
         raise TypeError(f"a budget needs what the tasks hold to check against: {mend}")
     resolved = validate(plan, given or None)
     apart = pull_ahead or (loader is not None and is_apart(loader))
-    declared = Declared.by(given) if given else None
-    table = _table(resolved, declared, effects, apart=apart, body=body)
+    table = _table(resolved, Declared.by(given), effects, apart=apart, body=body)
     guaranteed = guarantees(resolved, streams)
     if memory is not None:
         memory.check(plan.schedule)
@@ -222,7 +221,7 @@ def verify_for_run(
             f"run_ahead={plan.run_ahead} has no effect on {device!r}, which has no streams and is "
             "never behind the host: leave it out for this device",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
     by_name = {task.name: task for task in given}
     in_order = tuple([by_name[name] for name in resolved.serial_order])
@@ -233,7 +232,7 @@ def verify_for_run(
     before = HappensBefore(program)
     # Undeclared tasks have no effects here, since the plan's order stands for their declaration.
     if effects is None:
-        touched: EffectTable = {**_in_order(resolved, declared.named), BODY: declared.unknown}
+        touched: EffectTable = {**_in_order(resolved, declared.named), BODY: declared.undeclared}
     else:
         touched = _table(resolved, declared, effects, apart=True, body=True)
     if problems := _run_problems(declared, touched, before):
@@ -251,23 +250,20 @@ def _run_problems(declared: Declared, touched: EffectTable, before: HappensBefor
     table = {name: of_task for name, of_task in touched.items() if name != BODY}
     if problems := _name_problems(resolved.plan, table):
         return problems
-    problems = [*_silent_workers(resolved.plan, declared), *race_problems(table, [before])]
+    problems = [*_undeclared_workers(resolved.plan, declared), *race_problems(table, [before])]
     # Only recorded effects have an entry of the loader.
     if PULL in table:
         problems = stale_problems(resolved.plan, table) + problems
-        # The effects may be in another serial order than the run: then declared states are checked
-        # in the order of the run as well.
-        if not problems and [name for name in table if name != PULL] != [*resolved.serial_order]:
-            # In the order of a serial run.
-            states = _in_order(resolved, declared.named)
-            problems = race_problems(states, [before])
+        # The effects may be in another serial order than the run: declared states are checked in
+        # the order of the run as well.
+        problems = problems or race_problems(_in_order(resolved, declared.named), [before])
     return problems
 
 
-def _silent_workers(plan: PipelinePlan, declared: Declared) -> Iterator[Problem]:
+def _undeclared_workers(plan: PipelinePlan, declared: Declared) -> Iterator[Problem]:
     """Yield a problem for each undeclared task with workers, unless the plan orders its runs."""
     ordered = {consumer for consumer, producer, _ in plan.cross_iter_deps if consumer == producer}
-    for name in sorted(declared.silent - ordered):
+    for name in sorted(declared.undeclared_tasks - ordered):
         if (workers := plan.schedule[name].workers) > 1:
             yield Problem(
                 f"the effects of task {name!r} are not declared, and its {workers} workers would "
@@ -297,7 +293,7 @@ def tasks_given(
 
 def _table(
     resolved: ResolvedPlan,
-    declared: Declared | None,
+    declared: Declared,
     effects: EffectTable | None,
     *,
     apart: bool,
@@ -306,27 +302,26 @@ def _table(
     """Return the recorded and the declared effects of tasks, loader and body, in serial order."""
     recorded = {n: touched for n, touched in (effects or {}).items() if n not in OTHERS}
     others = {n: touched for n, touched in (effects or {}).items() if n in OTHERS}
-    unknown = anything([*recorded.values()]) if declared is None else declared.unknown
+    named = declared.named
+    undeclared = declared.undeclared if named else undeclared_effects(recorded.values())
     # Without a recording, declarations are all there is; undeclared tasks touch all they may.
-    if declared is not None and not recorded and (effects is None or others):
+    if named and not recorded and (effects is None or others):
         recorded = dict(_in_order(resolved, declared.effects))
     else:
-        if declared is not None:
-            unknown |= unnamed_changes(recorded, declared)
-            # A recording tells what undeclared tasks touch: only named states are added to it.
-            named = declared.named
-            recorded = {n: of_task | named.get(n, Effects()) for n, of_task in recorded.items()}
+        undeclared |= unnamed_changes(recorded, declared)
+        # A recording tells what undeclared tasks touch: only named states are added to it.
+        recorded = {n: of_task | named.get(n, Effects()) for n, of_task in recorded.items()}
         # A recording with a body has been widened by all that undeclared code may touch.
         if BODY not in others:
             recorded = {
-                n: of_task | unknown if of_task.undeclared else of_task
+                n: of_task | undeclared if of_task.undeclared else of_task
                 for n, of_task in recorded.items()
             }
     # A recording of loader and tasks only does not know what an undeclared loader may touch.
     if PULL in others and BODY not in others and others[PULL].undeclared:
-        others[PULL] |= unknown
+        others[PULL] |= undeclared
     table = {**others, **recorded}
-    return one_place_each(with_the_others(table, unknown, apart=apart, body=body))
+    return one_place_each(with_the_others(table, undeclared, apart=apart, body=body))
 
 
 def _in_order(resolved: ResolvedPlan, effects: EffectTable) -> EffectTable:

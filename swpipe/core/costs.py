@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any, Self, cast
 
-from swpipe.core.files import read_rows, read_text, write_atomically
+from swpipe.core.files import read_text, read_typed, write_atomically
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PULL
 from swpipe.core.task import LABEL_RULE, NAME_RULE, ByTask, TaskRef, is_label, is_name, names_of
@@ -206,20 +206,13 @@ class CostModel:
         if isinstance(data, dict) and data and all(map(_of_schedulable, data.values())):
             given = {"cpu_us": "host_us", "gpu_us": "device_us"}
             data = {"tasks": {n: {given[k]: us for k, us in r.items()} for n, r in data.items()}}
-        if not isinstance(data, dict) or not isinstance(data.get("tasks"), dict):
-            raise PlanError([Problem('a cost model is a JSON object with an object "tasks"')])
-        problems: list[Problem] = []
-        known = sorted(f.name for f in fields(TaskCost))
-        rows = read_rows(data["tasks"], "tasks", known, problems, "an object")
-        # Unknown keys are refused: a misspelt "handover_us" would otherwise count as 0.
-        if unknown := sorted(set(data) - {"tasks", "handover_us", "memory"}):
-            problems.append(Problem(f"unknown keys in the cost model: {listed(unknown)}"))
-        if problems:
-            raise PlanError(problems)
-        tasks = {name: TaskCost(**row) for name, row in rows.items()}
-        memory = TaskMemory.from_dict(data["memory"]) if "memory" in data else None
         # The values are checked where the model is made, with those that are written in Python.
-        return cls(tasks, data.get("handover_us", 0.0), memory)
+        try:
+            return cast(Self, read_typed(data, cls, "costs"))
+        except PlanError:
+            raise
+        except ValueError as error:
+            raise PlanError([Problem(str(error))]) from error
 
     def save(self, path: str | Path) -> None:
         """Write the model to a JSON file; after a failure, the old file is unchanged."""

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from swpipe.core.messages import MOST_LISTED
@@ -56,17 +54,15 @@ class ProposedEdge(NamedTuple):
     Attributes:
         consumer: The task that comes later.
         producer: The task that comes first.
-        distance: The difference of their iterations; None for an edge within a period.
+        distance: The difference of their iterations.
     """
 
     consumer: str
     producer: str
-    distance: int | None
+    distance: int
 
     def __str__(self) -> str:
         pair = f'("{self.consumer}", "{self.producer}"'
-        if self.distance is None:
-            return f"same_period_deps=[{pair})]"
         if self.distance == 0:
             return f"deps=[{pair})]"
         return f"cross_iter_deps=[{pair}, {self.distance})]"
@@ -90,38 +86,17 @@ class ProposedStage(NamedTuple):
         return f"stage {start}{self.stage} or {self.bound}"
 
 
-class Cycle(Enum):
-    """The cause of a cycle."""
-
-    EDGES = "the edges form a cycle"
-    ITERATION = "the dependences within an iteration form a cycle"
-    PERIOD = "the dependences within a period form a cycle"
-    ORDER = "order contradicts the dependences"
-
-
 class CycleError(Exception):
     """An error about tasks that would each have to come after the next.
 
     Attributes:
         cycle: The names of the tasks; the first name stands again at the end.
-        source: The cause of the cycle.
-        dependences: The given dependences between two neighbours in the cycle.
     """
 
-    def __init__(
-        self,
-        cycle: Sequence[str],
-        source: Cycle = Cycle.EDGES,
-        dependences: Iterable[Dependence] = (),
-    ) -> None:
+    def __init__(self, cycle: Sequence[str]) -> None:
         self.cycle = tuple(cycle)
-        self.source = source
-        neighbours = set(pairwise(self.cycle))
-        self.dependences = tuple(
-            dependence for dependence in dependences if dependence[:2] in neighbours
-        )
-        # The arguments, so that the error can be pickled; __str__ makes the message.
-        super().__init__(cycle, source)
+        # The argument, so that the error can be pickled; __str__ makes the message.
+        super().__init__(cycle)
 
     def __str__(self) -> str:
         names = [repr(name) for name in self.cycle]
@@ -131,19 +106,12 @@ class CycleError(Exception):
         return " after ".join(names)
 
 
-def topological(
-    rank: Mapping[str, tuple[int, ...]],
-    edges: Iterable[tuple[str, str]],
-    source: Cycle = Cycle.EDGES,
-    dependences: Iterable[Dependence] = (),
-) -> list[str]:
+def topological(rank: Mapping[str, tuple[int, ...]], edges: Iterable[tuple[str, str]]) -> list[str]:
     """Return the tasks in a topological order, by Kahn's algorithm.
 
     Args:
         rank: Task to its rank: of the tasks that are ready, the one with the least rank is next.
         edges: (consumer, producer) pairs.
-        source: The cause to name in the error.
-        dependences: The dependences behind the edges, for the error.
 
     Raises:
         CycleError: There is no topological order.
@@ -168,7 +136,7 @@ def topological(
                 heapq.heappush(ready, (rank[consumer], consumer))
     # The tasks left over each wait for another one that is left over.
     if len(order) < len(rank):
-        raise CycleError(_cycle(producers, set(rank) - set(order)), source, dependences)
+        raise CycleError(_cycle(producers, set(rank) - set(order)))
     return order
 
 

@@ -2,7 +2,7 @@
 
 A *location* is an attribute of the context, which each iteration has for itself, or a state, which
 persists between iterations. Undeclared code (a task, the body of the loop, a loader) is assumed to
-read and write every state that is not declared apart from it (``anything``): the state
+read and write every state that is not declared apart from it (``undeclared_effects``): the state
 ``UNDECLARED``, and each named state, as far as ``DeclaredIO.others`` allows. Two tasks *conflict*
 if both access a location and one of them writes it. A plan that orders all conflicts like a serial
 run gives the same numbers.
@@ -69,13 +69,14 @@ class Effects:
         return Effects(self.reads | other.reads, self.writes | other.writes)
 
     @property
+    def places(self) -> frozenset[Location]:
+        """All locations that it may access."""
+        return self.reads | self.writes
+
+    @property
     def undeclared(self) -> bool:
         """Whether the task may touch state without a declaration."""
-        return UNDECLARED in self.reads | self.writes
-
-
-UNKNOWN = Effects(frozenset([UNDECLARED, DRAWS]), frozenset([UNDECLARED, DRAWS]))
-"""The effects of an undeclared task or loader, if no state is named."""
+        return UNDECLARED in self.reads or UNDECLARED in self.writes
 
 
 EffectTable: TypeAlias = Mapping[str, Effects]
@@ -100,13 +101,13 @@ class Declared:
 
     Attributes:
         named: Task to the states that it names, and torch's generators if it is random.
-        unknown: The effects of undeclared code that runs beside these tasks.
-        silent: The undeclared tasks.
+        undeclared: The effects of undeclared code that runs beside these tasks.
+        undeclared_tasks: The tasks that declare nothing.
     """
 
     named: dict[str, Effects]
-    unknown: Effects
-    silent: frozenset[str]
+    undeclared: Effects
+    undeclared_tasks: frozenset[str]
 
     @classmethod
     def by(cls, tasks: Iterable[PipelineTask]) -> Declared:
@@ -116,55 +117,33 @@ class Declared:
         # A state is on the host only if all tasks that name it say so.
         on_device = {io.state for _, io in declarations if not io.on_host}
         # Task to the states that it reads, and those that it writes.
-        named: dict[str, tuple[list[Location], list[Location]]] = {t.name: ([], []) for t in tasks}
+        named: dict[str, tuple[list[Location], list[Location]]] = {
+            task.name: ([DRAWS] if task.random else [], []) for task in tasks
+        }
         for name, io in declarations:
             place = Location(str(io.state), True, io.state not in on_device)
             for places, way in zip(named[name], "rw", strict=True):
                 if way in io.mode:
                     places.append(place)
-        states = {place for both in named.values() for places in both for place in places}
+        effects = {name: Effects(frozenset(r), frozenset(w)) for name, (r, w) in named.items()}
         # One task's restriction of ``others`` is enough: it holds for the state.
         unread, unwritten = (
             {io.state for _, io in declarations if way not in io.others} for way in "rw"
         )
-        unknown = _anything(states, unread, unwritten)
-        # Added after ``unknown``, which has the generators in any case.
-        for task in tasks:
-            if task.random:
-                named[task.name][0].append(DRAWS)
-        effects = {name: Effects(frozenset(r), frozenset(w)) for name, (r, w) in named.items()}
-        return cls(effects, unknown, frozenset([task.name for task in tasks if task.undeclared]))
+        undeclared = undeclared_effects(effects.values(), unread, unwritten)
+        return cls(effects, undeclared, frozenset(task.name for task in tasks if task.undeclared))
 
     @property
     def effects(self) -> dict[str, Effects]:
         """The effects of all tasks; an undeclared task has all that it may touch."""
-        silent = self.silent
-        unknown = self.unknown
         return {
-            n: declared | unknown if n in silent else declared for n, declared in self.named.items()
+            name: named | self.undeclared if name in self.undeclared_tasks else named
+            for name, named in self.named.items()
         }
 
 
-def declared_effects(tasks: Iterable[PipelineTask]) -> dict[str, Effects]:
-    """Return the effects that the tasks declare.
-
-    An undeclared task touches every state that is not declared apart from it.
-    """
-    return Declared.by(tasks).effects
-
-
-def unknown_beside(tasks: Iterable[PipelineTask]) -> Effects:
-    """Return the effects of undeclared code that runs beside these tasks."""
-    return Declared.by(tasks).unknown
-
-
-def anything(named: Iterable[Effects]) -> Effects:
-    """Return the effects of undeclared code beside code with the given effects."""
-    return _anything({place for effects in named for place in effects.reads | effects.writes})
-
-
-def _anything(
-    places: Iterable[Location],
+def undeclared_effects(
+    beside: Iterable[Effects] = (),
     unread: Collection[str | None] = (),
     unwritten: Collection[str | None] = (),
 ) -> Effects:
@@ -172,11 +151,17 @@ def _anything(
 
     They are all states, except those that are declared not to be touched by other code. The context
     is left out, since each iteration has its own. What pure tasks use is apart by declaration.
+
+    Args:
+        beside: The effects of all other code.
+        unread: The states that undeclared code does not read.
+        unwritten: The states that undeclared code does not write.
     """
     # Two states are always included. UNDECLARED makes any two undeclared tasks conflict, so that
     # they keep their serial order. DRAWS is there because undeclared code may draw, whether or not
     # a task is random.
-    states = {place for place in places if place.persistent} | {UNDECLARED, DRAWS}
+    states = {p for effects in beside for p in effects.reads | effects.writes if p.persistent}
+    states |= {UNDECLARED, DRAWS}
     return Effects(
         frozenset([place for place in states if place.name not in unread]),
         frozenset([place for place in states if place.name not in unwritten]),
@@ -184,20 +169,20 @@ def _anything(
 
 
 def with_the_others(
-    effects: EffectTable, unknown: Effects, *, apart: bool, body: bool
+    effects: EffectTable, undeclared: Effects, *, apart: bool, body: bool
 ) -> dict[str, Effects]:
     """Return a table of effects with the loader first and the loop's body last.
 
     Args:
         effects: The effects of tasks; may already have entries of loader and body.
-        unknown: The effects of loader and body if the table has no entry of them.
+        undeclared: The effects of loader and body if the table has no entry of them.
         apart: Whether a loader without an entry is known to touch nothing.
         body: Whether there is a body.
     """
-    pull = effects.get(PULL, Effects() if apart else unknown)
+    pull = effects.get(PULL, Effects() if apart else undeclared)
     # The order of the table is the serial order: pull, tasks, body.
     table = {PULL: pull} | {n: touched for n, touched in effects.items() if n not in OTHERS}
-    return table | ({BODY: effects.get(BODY, unknown)} if body else {})
+    return table | ({BODY: effects.get(BODY, undeclared)} if body else {})
 
 
 def unnamed_changes(effects: EffectTable, declared: Declared) -> Effects:
@@ -206,7 +191,7 @@ def unnamed_changes(effects: EffectTable, declared: Declared) -> Effects:
     A task that names its states was seen to change another one: its declaration does not keep that
     state apart from undeclared code.
     """
-    named = {p.name for e in declared.named.values() for p in e.reads | e.writes}
+    named = {place.name for touched in declared.named.values() for place in touched.places}
     changed = {
         place
         for name, touched in effects.items()
@@ -223,7 +208,7 @@ def one_place_each(effects: EffectTable) -> EffectTable:
     One task may declare a state that another one was seen to touch. As two locations, they would
     not conflict.
     """
-    places = {place for touched in effects.values() for place in touched.reads | touched.writes}
+    places = {place for touched in effects.values() for place in touched.places}
     split = {place for place in places if place.on_host and place._replace(on_host=False) in places}
     if not split:
         return effects
@@ -258,20 +243,12 @@ def _over(place: Location, names: Sequence[str], effects: EffectTable) -> list[C
         reads = place in effects[consumer].reads
         # One of the two must write: a reader conflicts with writers only.
         for producer, sooner in (everyone if consumer in writers else writers).items():
-            hazard = _HAZARDS.get((producer in writers, reads, consumer in writers))
-            if hazard is not None and sooner < later:
+            hazard: Hazard = "write after read"
+            if producer in writers:
+                hazard = "read after write" if reads else "write after write"
+            if sooner < later:
                 conflicts.append(Conflict(consumer, producer, 0, place, hazard))
             # A writer also conflicts with itself, on the previous iteration.
-            if hazard is not None and place.persistent:
+            if place.persistent:
                 conflicts.append(Conflict(consumer, producer, 1, place, hazard))
     return conflicts
-
-
-_HAZARDS: dict[tuple[bool, bool, bool], Hazard] = {
-    (True, True, True): "read after write",
-    (True, True, False): "read after write",
-    (True, False, True): "write after write",
-    (False, True, True): "write after read",
-    (False, False, True): "write after read",
-}
-"""The hazard, by whether the producer writes, the consumer reads, and the consumer writes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -104,51 +104,27 @@ def _written_in_place(path: str | os.PathLike[str]) -> bool:
 # ---------------------------------------------------------------------------------------- read
 
 
-def read_rows(
-    table: Mapping[str, Any],
-    key: str,
-    known: Collection[str],
-    problems: list[Problem],
-    form: str = "a table",
-) -> dict[str, dict[str, Any]]:
-    """Return the known fields of each entry of ``table``, with lists as tuples.
-
-    All other fields and entries are added to ``problems``.
-    """
-    rows = {}
-    for name, entry in table.items():
-        where = f"{key}.{plain(name)}"
-        if not isinstance(entry, Mapping):
-            problems.append(Problem(f"{where} is {shown(entry)}: it must be {form}", (name,)))
-            continue
-        problems += [
-            Problem(f"{where}: unknown key {shown(field)}; known are {listed(known)}")
-            for field in entry
-            if field not in known
-        ]
-        fields = {k: entry[k] for k in entry if k in known}
-        rows[name] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-    return rows
-
-
 def read_typed(value: Any, hint: Any, where: str, readers: Readers = _NO_READERS) -> Any:
     """Return plain data, as ``json.loads`` returns it, as a value of a type.
 
     Args:
         value: The data.
         hint: ``bool``, ``int``, ``float``, ``str`` or a ``Literal``; a dataclass; a tuple or a
-            mapping of these types; or one of them or None.
+            mapping of these types; or a union of one of them with None and ``torch.Stream``, which
+            no file holds.
         where: The data's place, for the message.
         readers: Type to a function from data to a value of that type, which raises ValueError.
 
     Raises:
-        ValueError: The data, or a part of it, has another type; the message names its place.
+        ValueError: The data, or parts of it, have other types; the message names their places.
     """
     kind = get_origin(hint) or hint
     parts = get_args(hint)
-    if kind is UnionType:  # a type or None
-        (other,) = (part for part in parts if part is not NoneType)
-        return None if value is None else read_typed(value, other, where, readers)
+    if kind is UnionType:
+        if value is None and NoneType in parts:
+            return None
+        (other,) = (part for part in parts if part not in (NoneType, torch.Stream))
+        return read_typed(value, other, where, readers)
     if kind is Literal:
         if value not in parts:
             raise ValueError(f"{where} is {shown(value)}: it must be {listed(parts)}")
@@ -159,65 +135,57 @@ def read_typed(value: Any, hint: Any, where: str, readers: Readers = _NO_READERS
             return readers[kind](value)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-    if isinstance(kind, type) and is_dataclass(kind):
-        return _read_fields(value, kind, where, readers)
     if kind is tuple:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{where} is {shown(value)}: it must be a list")
         return tuple(
             read_typed(each, parts[0], f"{where}[{n}]", readers) for n, each in enumerate(value)
         )
-    if kind in (dict, Mapping):
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{where} is {shown(value)}: it must be a table")
-        return {
-            name: read_typed(of, parts[1], f"{where}.{plain(name)}", readers)
-            for name, of in value.items()
-        }
+    if kind in (dict, Mapping) or is_dataclass(kind):
+        return _read_table(value, hint, where, readers)
     # type() and not isinstance(), since True is an int. JSON also knows NaN and Infinity, which no
     # field takes.
     number = kind is float and type(value) is int
-    if not (number or type(value) is kind) or (kind is float and not math.isfinite(value)):
+    is_finite = type(value) is not float or math.isfinite(value)
+    if not (number or type(value) is kind) or not is_finite:
         raise ValueError(f"{where} is {shown(value)}: it must be of type {kind.__name__}")
     return value
 
 
-def _read_fields(value: Any, kind: type[Any], where: str, readers: Readers) -> Any:
+def _read_table(value: Any, hint: Any, where: str, readers: Readers) -> Any:
+    """Return plain data as a dataclass or a mapping."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} is {shown(value)}: it must be a table")
+    if not is_dataclass(hint):
+        return _read_each(value, dict.fromkeys(value, get_args(hint)[1]), where, readers)
     # A field without a default has to be given.
-    needed = {e.name for e in fields(kind) if e.default is e.default_factory is MISSING}
-    every = {each.name for each in fields(kind)}
-    if not isinstance(value, Mapping) or not needed <= set(value) <= every:
-        got = sorted(value) if isinstance(value, Mapping) else shown(value)
-        rule = f"{sorted(needed)}, and may have {sorted(every - needed)}"
-        raise ValueError(f"{where} has the keys {rule}; not {got}")
-    hints = get_type_hints(kind)
-    return kind(
-        **{
-            name: read_typed(of, hints[name], f"{where}.{name}", readers)
-            for name, of in value.items()
-        }
-    )
+    missing = [
+        field.name
+        for field in fields(hint)
+        if field.default is field.default_factory is MISSING and field.name not in value
+    ]
+    if missing:
+        raise ValueError(f"{where} has no {listed(missing)}; it has: {listed(value)}")
+    make: Any = hint
+    return make(**_read_each(value, get_type_hints(hint), where, readers))
 
 
-def read_table(
-    data: Mapping[str, Any], key: str, kind: type[Any], problems: list[Problem]
+def _read_each(
+    values: Mapping[str, Any], hints: Mapping[str, Any], where: str, readers: Readers
 ) -> dict[str, Any]:
-    """Read ``data[key]`` as a table of name to ``kind``, and check the type of each field."""
-    table = data.get(key, {})
-    if not isinstance(table, Mapping):
-        problems.append(Problem(f"{key} is {shown(table)}: it must be a table"))
-        return {}
-    kinds: dict[str, list[type]] = {}
-    for field, hint in get_type_hints(kind).items():
-        # None is left out, since no file holds it, and so are stream objects.
-        parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        kinds[field] = [get_origin(k) or k for k in parts if k not in (type(None), torch.Stream)]
-    rows = read_rows(table, key, kinds, problems)
-    for name, row in rows.items():
-        for field, value in row.items():
-            if type(value) not in kinds[field]:
-                wanted = " or ".join(each.__name__ for each in kinds[field])
-                where = f"{key}.{plain(name)}.{field}"
-                text = f"{where} is {shown(value)}: it must be of type {wanted}"
-                problems.append(Problem(text))
-    return {name: kind(**row) for name, row in rows.items()}
+    """Return the values, each read by its hint; one error tells all that is wrong."""
+    read = {}
+    errors = []
+    for name, value in values.items():
+        if name not in hints:
+            errors.append(f"unknown key {shown(name)} in {where}; known are {listed(hints)}")
+            continue
+        try:
+            read[name] = read_typed(value, hints[name], f"{where}.{plain(name)}", readers)
+        except PlanError as error:
+            errors.append(f"{where}.{plain(name)}: {error.in_one_line}")
+        except ValueError as error:
+            errors.append(str(error))
+    if errors:
+        raise ValueError("; ".join(errors))
+    return read

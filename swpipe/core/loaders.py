@@ -160,8 +160,7 @@ def draws_in_mid_pass(loader: object) -> str:
 
     The name is empty if there is no sampler of this kind.
     """
-    loader = unprepared(loader)
-    for sampler in samplers_of(loader) if isinstance(loader, DataLoader) else ():
+    for sampler in samplers_of(loader):
         if getattr(sampler, "generator", None) is torch.default_generator:
             return type(sampler).__name__
     return ""
@@ -179,10 +178,13 @@ def unprepared(loader: object) -> Any:
     return loader
 
 
-def samplers_of(loader: Any) -> Iterator[Any]:
+def samplers_of(loader: object) -> Iterator[Any]:
     """Yield the sampler that a ``DataLoader`` asks for indices, and the samplers inside it."""
+    loader = unprepared(loader)
+    if not isinstance(loader, DataLoader):
+        return
     # Without batch_sampler (batch_size=None) the loader asks the sampler itself.
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while sampler is not None:
         yield sampler
         names = vars(sampler) if hasattr(sampler, "__dict__") else {}
@@ -194,14 +196,12 @@ def generators_in_pass(loader: object) -> list[torch.Generator]:
 
     All other samplers draw before the first batch, as in a plain loop.
     """
-    loader = unprepared(loader)
     # With a generator that was given, RandomSampler draws indices whenever it has none left; with
     # its own, it draws from torch's default generator once, at the beginning of a pass.
     kinds = (RandomSampler, *_of("torchdata.stateful_dataloader.sampler", "RandomSampler"))
-    samplers = samplers_of(loader) if isinstance(loader, DataLoader) else ()
     return [
         sampler.generator
-        for sampler in samplers
+        for sampler in samplers_of(loader)
         if type(sampler) in kinds and sampler.generator is not None
     ]
 
@@ -254,9 +254,8 @@ def read_in_pass(loader: object) -> list[Any]:
 
     A pass that is pulled ahead reads them earlier than a plain one, so they must not change.
     """
-    loader = unprepared(loader)
     values: list[Any] = []
-    for sampler in samplers_of(loader) if isinstance(loader, DataLoader) else ():
+    for sampler in samplers_of(loader):
         attributes = vars(sampler) if hasattr(sampler, "__dict__") else {}
         values += [attributes[name] for name in _IN_PASS if name in attributes]
         if isinstance(sampler, RandomSampler):  # which asks for the length at the end of its pass

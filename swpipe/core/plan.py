@@ -12,8 +12,7 @@ from typing import Any, Self, TypeAlias
 
 import torch
 
-from swpipe.core.files import read_table, read_text, write_atomically
-from swpipe.core.keywords import suggests_keywords
+from swpipe.core.files import read_text, read_typed, write_atomically
 from swpipe.core.messages import shown
 from swpipe.core.task import (
     LABEL_RULE,
@@ -64,7 +63,6 @@ def is_host(stream: StreamRef) -> bool:
     return isinstance(stream, str) and stream == HOST
 
 
-@suggests_keywords
 @dataclass(frozen=True, slots=True)
 class TaskSchedule:
     """Where and when one task runs.
@@ -103,7 +101,6 @@ def streams_of(entries: Iterable[TaskSchedule]) -> dict[StreamRef, None]:
     return named
 
 
-@suggests_keywords
 @dataclass(frozen=True, slots=True)
 class StreamSpec:
     """The properties of a named stream.
@@ -115,7 +112,6 @@ class StreamSpec:
     priority: int = 0
 
 
-@suggests_keywords
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
     """A complete plan, which stores the names of tasks; tasks may be given as objects or by name.
@@ -319,29 +315,33 @@ class PipelinePlan:
         Raises:
             PlanError: A key is unknown, a value has the wrong type, or the schedule is missing.
         """
-        problems = [
-            Problem(f"unknown key {shown(key)} in the plan; known are {', '.join(_KEYS)}")
-            for key in data
-            if key not in _KEYS
-        ]
-        schedule = read_table(data, "schedule", TaskSchedule, problems)
-        streams = read_table(data, "streams", StreamSpec, problems)
+        tables: dict[str, Any] = {
+            "schedule": Mapping[str, TaskSchedule],
+            "streams": Mapping[str, StreamSpec],
+            "stale": Mapping[str, int],
+            "newer": Mapping[str, int],
+        }
+        values: dict[str, Any] = {}
+        problems: list[Problem] = []
+        for key, value in data.items():
+            # Of other lists, the constructor checks the entries, as in plans written in Python.
+            if key not in _KEYS:
+                text = f"unknown key {shown(key)} in the plan; known are {', '.join(_KEYS)}"
+                problems.append(Problem(text))
+            elif key in tables:
+                try:
+                    values[key] = read_typed(value, tables[key], key)
+                except ValueError as error:
+                    problems.append(Problem(str(error)))
+            elif key in _SCALARS or isinstance(value, list):
+                values[key] = value
+            else:
+                problems.append(Problem(f"{key} is {shown(value)}: it must be a list"))
         if "schedule" not in data:
             problems.append(Problem("the plan has no [schedule]: give each task an entry in it"))
-        # The remaining values are only checked for being lists or tables here; the constructor
-        # checks their entries, as it does for plans written in Python.
-        rest = {k: data[k] for k in _KEYS if k in data and k not in ("schedule", "streams")}
-        for key, value in rest.items():
-            if key not in _NO_LISTS and not isinstance(value, list):
-                problems.append(Problem(f"{key} is {shown(value)}: it must be a list"))
-        problems += [
-            Problem(f"{key} is {shown(rest[key])}: it must be a table")
-            for key in ("stale", "newer")
-            if not isinstance(rest.get(key, {}), Mapping)
-        ]
         if problems:
             raise PlanError(problems)
-        return cls(schedule=schedule, streams=streams, **rest)
+        return cls(**values)
 
     def to_toml(self) -> str:
         """Return the plan as TOML; ``from_toml`` returns an equal plan."""
@@ -418,8 +418,8 @@ class PipelinePlan:
 
 
 _KEYS = tuple(f.name for f in fields(PipelinePlan) if f.name != "tasks")
-# Keys of a file whose values are no lists; from_dict checks these by other rules.
-_NO_LISTS = ("pipeline_depth", "pull_group", "stale", "newer", "within_calls", "run_ahead")
+# Their values are checked when a pipeline is built.
+_SCALARS = ("pipeline_depth", "pull_group", "within_calls", "run_ahead")
 _MAY_DIFFER = {
     "streams": "a stream's priority orders nothing",
     "run_ahead": "a rank that waits for its device orders nothing",
@@ -519,12 +519,9 @@ def _check_names(values: Mapping[str, Any], problems: list[Problem]) -> None:
     """Report names that a terminal or a file cannot show; validation reports empty names."""
     edges = chain(values["deps"], values["cross_iter_deps"], values["same_period_deps"])
     used = chain(values["schedule"], *(edge[:2] for edge in edges), values["order"])
-    names = dict.fromkeys([name for name in used if isinstance(name, str)])
-    for task in values["tasks"]:  # names of PipelineTasks were checked when these were made
-        names.pop(task.name, None)
     problems += [
         Problem(f"task name {shown(name)}: {NAME_RULE}", (name,))
-        for name in names
+        for name in dict.fromkeys([name for name in used if isinstance(name, str)])
         if not is_name(name)
     ]
     # Entries of a wrong type have been reported already, and have no labels to look at.
@@ -536,8 +533,8 @@ def _check_names(values: Mapping[str, Any], problems: list[Problem]) -> None:
         *[("stream", name) for name in values["streams"]],
         *[(what, name) for what in ("stale", "newer") for name in values[what]],
     ]
-    # The default group and streams that are objects need no check. Each name is reported once.
-    labels = [label for label in labels if isinstance(label[1], str) and label[1] != DEFAULT_GROUP]
+    # Streams that are objects have no name. Each name is reported once.
+    labels = [label for label in labels if isinstance(label[1], str)]
     problems += [
         Problem(f"{what} {shown(name)}: {LABEL_RULE}")
         for what, name in dict.fromkeys(labels)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from swpipe.core.dependence import Cycle, CycleError, Dependence, topological
+from swpipe.core.dependence import Dependence, topological
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan, StreamRef, streams_of
 
 
@@ -27,11 +27,6 @@ class ResolvedPlan:
     period_order: tuple[str, ...]
     serial_order: tuple[str, ...]
 
-    @property
-    def within_iteration(self) -> tuple[Dependence, ...]:
-        """The dependences of distance 0."""
-        return tuple(dep for dep in self.dependences if dep.distance == 0)
-
 
 def resolve_plan(plan: PipelinePlan, names: Iterable[str] | None = None) -> ResolvedPlan:
     """Derive the dependences and orders of a plan, without checking all of its rules.
@@ -48,24 +43,10 @@ def resolve_plan(plan: PipelinePlan, names: Iterable[str] | None = None) -> Reso
             ``order`` contradicts them.
     """
     deps = dependences_of(plan)
-    serial = serial_order(plan.schedule if names is None else names, deps)
-    return ResolvedPlan(plan, deps, _period_order(plan, deps), serial)
-
-
-def serial_order(names: Iterable[str], dependences: Iterable[Dependence]) -> tuple[str, ...]:
-    """Return the names as given, reordered only if a dependence of distance 0 requires it.
-
-    Raises:
-        CycleError: The dependences of distance 0 form a cycle.
-    """
-    names = tuple(names)
-    within = [dep for dep in dependences if dep.distance == 0]
-    edges = [(dep.consumer, dep.producer) for dep in within]
-    # The usual case, without the cost of a sort.
-    if _follows(names, edges):
-        return names
-    rank = {name: (place,) for place, name in enumerate(names)}
-    return tuple(topological(rank, edges, Cycle.ITERATION, within))
+    # The order given, as far as the dependences within an iteration allow.
+    rank = {name: (place,) for place, name in enumerate(plan.schedule if names is None else names)}
+    serial = topological(rank, [dep[:2] for dep in deps if dep.distance == 0])
+    return ResolvedPlan(plan, deps, _period_order(plan, deps), tuple(serial))
 
 
 def dependences_of(plan: PipelinePlan) -> tuple[Dependence, ...]:
@@ -93,22 +74,14 @@ def _period_order(plan: PipelinePlan, dependences: Sequence[Dependence]) -> tupl
     input is there takes its turn before this batch's backward, and overlaps with it; higher stages,
     so that the oldest iteration is not stuck behind a newer one; declaration.
     """
-    edges = [(dep.consumer, dep.producer) for dep in dependences if dep.lag == 0]
-    order = tuple(plan.order)
-    if len(order) == len(plan.schedule) and _follows(order, edges):
-        return order
+    edges = [dep[:2] for dep in dependences if dep.lag == 0]
     late = _late(plan, edges)
     rank = {
         name: (name in late, entry.thread_group == DEFAULT_GROUP, -entry.stage, index)
         for index, (name, entry) in enumerate(plan.schedule.items())
     }
-    ties = [(later, sooner) for sooner, later in pairwise(order)]
-    try:
-        return tuple(topological(rank, [*edges, *ties], Cycle.ORDER))
-    except CycleError:
-        # With the edges alone: if they form a cycle, this raises another error than the one below.
-        topological(rank, edges, Cycle.PERIOD)
-        raise
+    ties = [(later, sooner) for sooner, later in pairwise(plan.order)]
+    return tuple(topological(rank, [*edges, *ties]))
 
 
 def _late(plan: PipelinePlan, edges: Iterable[tuple[str, str]]) -> set[str]:
@@ -136,8 +109,3 @@ def _late(plan: PipelinePlan, edges: Iterable[tuple[str, str]]) -> set[str]:
             and any(e.stage > own.stage and e.thread_group != own.thread_group for e in entries)
         }
     return late
-
-
-def _follows(order: Sequence[str], edges: Iterable[tuple[str, str]]) -> bool:
-    place = {name: k for k, name in enumerate(order)}
-    return len(place) == len(order) and all(place[p] < place[c] for c, p in edges)

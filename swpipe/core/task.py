@@ -9,7 +9,6 @@ from functools import partial
 from types import FunctionType
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
-from swpipe.core.keywords import suggests_keywords
 from swpipe.core.messages import MOST_CHARACTERS, shown
 
 TaskFn: TypeAlias = Callable[[Any], None]
@@ -20,7 +19,6 @@ Others: TypeAlias = Literal["rw", "r", ""]
 V = TypeVar("V")
 
 
-@suggests_keywords
 @dataclass(frozen=True, slots=True)
 class DeclaredIO:
     """A side effect of a task, outside its context.
@@ -107,7 +105,6 @@ def is_label(name: str) -> bool:
     return 0 < len(name) <= MOST_CHARACTERS and name.isprintable()
 
 
-@suggests_keywords
 @dataclass(frozen=True, slots=True)
 class PipelineTask:
     """A named unit of work, to which plans refer by its name.
@@ -224,7 +221,6 @@ def task(
 ) -> Callable[[TaskFn], PipelineTask]: ...
 
 
-@suggests_keywords
 def task(
     fn: TaskFn | None = None,
     /,

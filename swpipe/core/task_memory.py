@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import PULL
@@ -45,8 +45,8 @@ class Block:
     """
 
     begin: str
-    end: str
-    bytes: int
+    end: str = KEPT
+    bytes: int = 0
     attribute: str = ""
     removed: bool = False
     later: int = 0
@@ -139,23 +139,6 @@ class TaskMemory:
         """Return the memory as plain data, without default values."""
         rows = [{key: v for key, v in asdict(block).items() if v} for block in self.blocks]
         return {"blocks": rows, "working": dict(self.working)}
-
-    @classmethod
-    def from_dict(cls, data: Any) -> Self:
-        """Read what ``to_dict`` returned.
-
-        Raises:
-            PlanError: ``data`` has another form.
-        """
-        # The data may be of any form: whatever fails below is one and the same fault.
-        try:
-            rows = ({**row, "users": tuple(row.get("users", ()))} for row in data["blocks"])
-            blocks = tuple(Block(**{"end": KEPT, "bytes": 0, **row}) for row in rows)
-            working = dict(data["working"])
-        except (TypeError, ValueError, LookupError) as error:
-            rule = 'memory is an object of "blocks", a list of objects, and "working", an object'
-            raise PlanError([Problem(f"{rule}: {shown(str(error))}")]) from error
-        return cls(blocks, working)
 
 
 def joined(blocks: Iterable[Block]) -> tuple[Block, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -23,34 +23,6 @@ _set_stream = torch.accelerator.set_stream
 
 # Private in torch 2.13: the number of tensors and storages that share a StorageImpl.
 _uses = torch._C._storage_Use_Count
-
-
-class _CurrentStream:
-    """A context manager that makes a stream, and the device that it is on, current.
-
-    A ``torch.Stream`` can do this itself, but keeps the previously current stream in the stream
-    object, which several threads share here.
-    """
-
-    __slots__ = ("_before", "_index", "_stream")
-
-    def __init__(self, stream: torch.Stream) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        stream = self._stream
-        index = stream.device_index
-        self._index = _current_device_index()
-        before = self._before = _current_stream(index)
-        # Setting a stream costs more than comparing, and often it is current already.
-        if before != stream or self._index != index:
-            _set_stream(stream)
-
-    def __exit__(self, *failure: object) -> None:
-        before = self._before
-        _set_stream(before)  # whichever stream the block left current
-        if self._index != before.device_index:
-            torch.accelerator.set_device_index(self._index)
 
 
 def plain(stream: torch.Stream) -> torch.Stream:
@@ -137,8 +109,19 @@ class AcceleratorDevice:
     def current_stream(self) -> Stream:
         return _current_stream(self._index)
 
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        return _CurrentStream(stream)
+    # A ``torch.Stream`` is a context manager itself, but keeps the stream that was current before
+    # in the stream object, which several threads share here.
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        index = _current_device_index()
+        before = self.current_stream()
+        self.make_current(stream)
+        try:
+            yield
+        finally:
+            self.make_current(before)  # whichever stream the block left current
+            if index != self._index:
+                torch.accelerator.set_device_index(index)
 
     def make_current(self, stream: Stream) -> None:
         index = self._index

@@ -27,12 +27,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan, TaskSchedule
@@ -186,7 +184,8 @@ class _Stashes:
 
     def __init__(self) -> None:
         self.of_pair: dict[str, list[_Memory]] = {}
-        self._known: dict[int, tuple[StorageWeakRef, ref[_Memory], int]] = {}
+        # The memory at the address of a storage, with the version of its first tensor.
+        self._known: dict[int, tuple[_Memory, int]] = {}
         # Copies to the host, oldest first: their memory is freed later, so that the stream that
         # frees it need not wait for a copy that has just begun.
         self._copying: deque[tuple[Event, list[_Memory]]] = deque()
@@ -194,14 +193,11 @@ class _Stashes:
     def memory_of(self, tensor: Tensor, home: Stream) -> _Memory:
         """Return the memory of a tensor; layers may save one storage several times."""
         storage = tensor.untyped_storage()
-        place, memory, version = self._known.get(storage._cdata, (None, lambda: None, 0))
-        # The weak reference to the storage tells whether its address is another storage's now.
-        known = memory() if place is not None and not place.expired() else None  # type: ignore[no-untyped-call]
+        known, version = self._known.get(storage._cdata, (None, 0))
         # Memory that was freed, or copied with other values, does not hold this tensor's values.
         if known is None or known.on_host or (known.copied and version != tensor._version):
             known = _Memory(storage, home, in_place=False)
-            weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._known[storage._cdata] = weak, ref(known), tensor._version
+            self._known[storage._cdata] = known, tensor._version
         return known
 
     def copy_out(self, memories: Iterable[_Memory], device: Device) -> None:
@@ -226,6 +222,8 @@ class _Stashes:
     def copy_in(self, memories: Iterable[_Memory], device: Device) -> None:
         """Copy memories back on the current stream; memories that were not freed stay in place."""
         memories = [*memories]
+        # From here on memories go when backward drops them, and others may get their addresses.
+        self._known.clear()
         # Memories that are needed again must not be freed by the copies that still wait.
         for _, copying in self._copying:
             for memory in [each for each in copying if each in memories]:

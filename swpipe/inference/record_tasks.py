@@ -105,12 +105,12 @@ def record(
     effects = add_transfers(observed_effects, transfers)
     for name, declared in declarations.effects.items():
         effects[name] |= declared
-    unknown = declarations.unknown | unnamed_changes(observed_effects, declarations)
+    undeclared = declarations.undeclared | unnamed_changes(observed_effects, declarations)
     # Without a loader nothing is known of the pull, so it gets no entry rather than a guess.
-    pull = {} if loader is None else {PULL: Effects() if is_apart(loader) else unknown}
+    pull = {} if loader is None else {PULL: Effects() if is_apart(loader) else undeclared}
     return Recording(
         tasks=tasks,
-        effects=one_place_each(pull | effects | {BODY: unknown}),
+        effects=one_place_each(pull | effects | {BODY: undeclared}),
         states={name: tuple(item.name for item in items) for name, items in states.items()},
         collectives=frozenset(each.task for each in runs if each.operators.collectives),
         owners=Owners(saved.owners),

@@ -24,7 +24,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from swpipe.core.context import IterContext
-from swpipe.core.keywords import suggests_keywords
 from swpipe.core.messages import shown
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device, copy_task, on_cpu, resolve
@@ -115,7 +114,6 @@ def ahead(
 ) -> AheadLoop[Any]: ...
 
 
-@suggests_keywords
 def ahead(
     loader: Iterable[Any],
     *functions: Callable[[Any], Any],

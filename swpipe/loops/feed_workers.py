@@ -13,7 +13,6 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from swpipe.core.keywords import suggests_keywords
 from swpipe.loops.feeding import FeedWorker
 
 
@@ -46,7 +45,6 @@ class WorkerProcess:
         self.process.join()
 
 
-@suggests_keywords
 def worker_processes(work: Callable[[Any, Any], Any], count: int) -> list[WorkerProcess]:
     """Start processes that make samples for ``feed``.
 
@@ -86,7 +84,6 @@ _POLL_S = 0.002
 _BEAT_S = 1.0
 
 
-@suggests_keywords
 class StoreWorker:
     """A worker in any process that runs ``serve_store`` with the same store and name.
 
@@ -132,7 +129,6 @@ class StoreWorker:
         self._store.set(f"{self.name}/end", "")
 
 
-@suggests_keywords
 def serve_store(store: Store, name: str, work: Callable[[Any, Any], Any]) -> None:
     """Answer the ``StoreWorker`` of this name by ``work`` until the feed is closed."""
     worker = FeedWorker(work)

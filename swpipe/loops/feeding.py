@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from swpipe.core.keywords import suggests_keywords
 from swpipe.core.messages import shown
 from swpipe.loops.feed_pace import Arrival, FeedPace
 
@@ -268,7 +267,6 @@ class Feed(Iterator[FeedBatch]):
         return None
 
 
-@suggests_keywords
 def feed(
     requests: Iterable[Any],
     workers: Sequence[Callable[[bytes], bytes]],

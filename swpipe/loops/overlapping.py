@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 
 from swpipe.core.context import C
-from swpipe.core.effects import UNKNOWN, Effects
-from swpipe.core.keywords import suggests_keywords
+from swpipe.core.effects import Effects, undeclared_effects
 from swpipe.core.loaders import (
     draws_in_mid_pass,
     draws_nothing,
@@ -216,7 +215,6 @@ _pulled: weakref.WeakValueDictionary[int, OverlappedLoop[Any]] = weakref.WeakVal
 """The loops that pull ahead from an iterator, by the iterator's id; each holds its iterator."""
 
 
-@suggests_keywords
 def overlap(
     loader: Iterable[Any],
     tasks: Iterable[PipelineTask | Callable[[Any], None]],
@@ -358,7 +356,7 @@ def loop_over(
     behind = given[len(leading) :]
     why = (*_why_in_turn(loader, pull_ahead, unknown), *_why_behind(behind, ahead))
     if not ahead and pull_ahead is None:
-        warnings.warn(f"nothing runs ahead: {' '.join(why)}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"nothing runs ahead: {' '.join(why)}", RuntimeWarning, stacklevel=3)
     # Accelerate's flags go with each batch: the first task ahead splits them off, and the first
     # task behind shows them to Accelerate.
     if ahead and is_prepared(loader):
@@ -382,7 +380,7 @@ def loop_over(
     if run_ahead is not None:
         plan = replace(plan, run_ahead=run_ahead)
     overlapped = Overlap(plan, tuple(t.name for t in leading), ahead, why)
-    effects = {PULL: Effects() if ahead else UNKNOWN}
+    effects = {PULL: Effects() if ahead else undeclared_effects()}
     pipe = SWPipeline(plan, tasks, effects=effects, **options)
     loop = kind(loader, overlapped, pipe, functions, draws)
     # A second loop over this iterator would miss the batches that this loop has pulled.

@@ -23,7 +23,6 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from swpipe.core.keywords import suggests_keywords
 from swpipe.core.loaders import LoaderAround
 from swpipe.core.messages import shown
 from swpipe.device import Device, resolve
@@ -57,7 +56,6 @@ class Resumable(Protocol[Out]):
         """Load a state, as ``SWPipeline.load_state_dict`` does."""
 
 
-@suggests_keywords
 class ResumableLoop(Generic[Out]):
     """An iterable of the results of ``progress``; each iteration makes one pass over the loader.
 
@@ -226,7 +224,7 @@ class ResumableLoop(Generic[Out]):
                 "saved: let each pass have new ones, by DataLoader(persistent_workers=False); or, "
                 "if they draw and count nothing, save by state_dict(check=False)",
                 RuntimeWarning,
-                stacklevel=6,
+                stacklevel=5,
             )
         if self._pulled.is_prepared_with_state:
             raise RuntimeError(

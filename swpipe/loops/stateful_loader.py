@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from swpipe.core.keywords import suggests_keywords
 from swpipe.core.messages import shown
 
 
@@ -22,7 +21,6 @@ def _set(iterator: Any, state: Any) -> None:
     iterator.set_state(state)
 
 
-@suggests_keywords
 class StatefulLoader:
     """A loader that can be resumed in mid-pass from a state of its iterator.
 

@@ -26,7 +26,6 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from swpipe.core.context import IterContext
-from swpipe.core.keywords import suggests_keywords
 from swpipe.core.messages import listed, shown
 from swpipe.device import Device, copy_task, on_cpu, resolve
 from swpipe.loops.accelerate import is_prepared
@@ -48,7 +47,6 @@ class OnCaller:
     to_host: bool
 
 
-@suggests_keywords
 def on_caller(function: Function, *, to_host: bool = False) -> OnCaller:
     """Mark the function of ``through`` that runs on the loop's thread, such as a model or a step.
 
@@ -198,7 +196,6 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
         self._raise_late()
 
 
-@suggests_keywords
 def through(
     loader: Iterable[Any],
     *functions: Function | OnCaller,

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swpipe.core.costs import CostModel
-from swpipe.core.keywords import suggests_keywords
 from swpipe.core.messages import in_ms, listed, shown
 from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import ByTask
@@ -19,7 +18,6 @@ _MOST_JITTER = 10.0
 _MOST_FACTOR = 1e6
 
 
-@suggests_keywords
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """The ranks of a job, and how their times differ from the costs.

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import torch
 
-from swpipe.core.keywords import suggests_keywords
 from swpipe.core.messages import shown
 from swpipe.core.plan import PipelinePlan, StreamRef, StreamSpec, TaskSchedule, is_host
 from swpipe.core.task import PipelineTask, TaskRef, name_of, refs_in
@@ -15,7 +14,6 @@ from swpipe.device import BatchCopy, Device, copy_task
 from swpipe.errors import PlanError, Problem
 
 
-@suggests_keywords
 def prefetch_plan(
     feed: Sequence[TaskRef],
     compute: Sequence[TaskRef],

@@ -27,10 +27,9 @@ from swpipe._distributed.shared_cores import cores, ranks_on_machine
 from swpipe.analysis import verify
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import (
+    Declared,
     Effects,
     conflicts,
-    declared_effects,
-    unknown_beside,
     with_the_others,
 )
 from swpipe.core.messages import counted, listed
@@ -116,9 +115,9 @@ class _Advisor:
         self._loader = loader
         self.plan = pipe.plan if result.mode == "pipelined" else _in_one_stage(pipe.plan)
         self.now_us, _ = self._predict(self.plan)
-        self.declared = declared_effects(pipe.tasks)
-        unknown = unknown_beside(pipe.tasks)
-        self.effects = with_the_others(self.declared, unknown, apart=True, body=True)
+        declared = Declared.by(pipe.tasks)
+        self.declared = declared.effects
+        self.effects = with_the_others(self.declared, declared.undeclared, apart=True, body=True)
         self.why_not: dict[str, str] = {}
 
     def changes(self) -> Iterator[Advice]:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from swpipe._distributed.rank_checks import gather
-from swpipe.core.effects import UNKNOWN, Effects
+from swpipe.core.effects import Effects, undeclared_effects
 from swpipe.core.loaders import is_apart, unprepared
 from swpipe.pipeline import SWPipeline
 from swpipe.profiler.figures import LoaderPace
@@ -98,7 +98,8 @@ class Pulls:
 
     def __init__(self, loader: Iterable[Any] | None = None) -> None:
         self._loader: Any = loader
-        self.effects = UNKNOWN if self.has_loader and not is_apart(loader) else Effects()
+        undeclared = self.has_loader and not is_apart(loader)
+        self.effects = undeclared_effects() if undeclared else Effects()
         self.runs: list[HostRun] = []
         self.rate_s = 0.0
         inner = unprepared(loader)

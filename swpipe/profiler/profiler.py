@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from swpipe._distributed.rank_checks import gather, is_alone
 from swpipe._values.stateful import given_state
-from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PULL
 from swpipe.core.progress import progress_bar
 from swpipe.core.task import PipelineTask, TaskRef
@@ -43,7 +42,6 @@ _FEW = 4
 _LEAST_SEEN = 12
 
 
-@suggests_keywords
 class TaskProfiler:
     """A profiler that measures the exposed time of a pipeline's tasks.
 

@@ -53,7 +53,7 @@ No cycle can exist: every host wait points backwards in (period, order).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -109,24 +109,24 @@ class Instruction:
         lane: The lane's index in the program.
         position: The index in the lane's instructions.
         stream: The stream as in the plan, ``HOST`` included; None if the device has no streams.
+        on_host: Whether it is a task of the host alone, on a device with streams.
         host_waits: Waits of the lane before the task, in every period.
         event_waits: Waits of the task's stream, for iterations that exist.
         record: Whether to record the task's event, because another stream waits for it.
         publish: Whether to publish the lane's progress right after the task, because another lane
             or the caller may wait for it.
-        on_host: Whether it is a task of the host alone, on a device with streams.
     """
 
     task: str
     stage: int
     lane: int
     position: int
-    stream: StreamRef
-    host_waits: tuple[HostWait, ...]
-    event_waits: tuple[EventWait, ...]
-    record: bool
-    publish: bool
+    stream: StreamRef = None
     on_host: bool = False
+    host_waits: tuple[HostWait, ...] = ()
+    event_waits: tuple[EventWait, ...] = ()
+    record: bool = False
+    publish: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,44 +186,41 @@ class Program:
         return {ins.task: ins for lane in self.lanes for ins in lane.instructions}
 
 
+class _Place(NamedTuple):
+    """A place in the period: the first fields of its instruction."""
+
+    task: str
+    stage: int
+    lane: int
+    position: int
+    stream: StreamRef
+    on_host: bool
+
+
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The input of the wait computation, indexed by an instruction's place in the period.
+    """The input of the wait computation: places in the period, and the edges between them.
 
     Attributes:
-        order: Instruction names in period order.
-        stage: The shifted stage at each place.
-        lane: The lane at each place.
-        stream: The plan's stream at each place.
+        places: All places, in period order.
         queue: The number of the stream at each place; 0 for None, -1 for ``HOST``.
         ordered: The places of globally ordered tasks.
+        members: The places of each lane.
+        workers: The number of threads of each lane.
         deps: Declared dependences, and those of admission and retirement; weights are distances.
         host_only: The dependences among ``deps`` that no stream waits for.
-        groups: The name of each lane.
-        workers: The number of threads of each lane.
         within_call: Edges that keep lanes within the caller's calls, in each period; weights are
             lags.
     """
 
-    order: tuple[str, ...]
-    stage: Sequence[int]
-    lane: Sequence[int]
-    stream: Sequence[StreamRef]
+    places: Sequence[_Place]
     queue: Sequence[int]
     ordered: Sequence[int]
+    members: Sequence[Sequence[int]]
+    workers: Sequence[int]
     deps: Sequence[Hop]
-    host_only: frozenset[Hop]
-    groups: tuple[str, ...]
-    workers: tuple[int, ...]
+    host_only: Set[Hop]
     within_call: Sequence[Hop]
-
-    @property
-    def members(self) -> list[list[int]]:
-        """The places of the instructions of each lane."""
-        members: list[list[int]] = [[] for _ in self.groups]
-        for place, lane in enumerate(self.lane):
-            members[lane].append(place)
-        return members
 
 
 def compile_plan(resolved: ResolvedPlan, *, streams: bool) -> Program:
@@ -234,51 +231,44 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool) -> Program:
         streams: Whether the device has streams; if not, the plan's streams are ignored.
     """
     plan = resolved.plan
-    depth = resolved.plan.depth
+    depth = plan.depth
     layout = _layout(resolved, depth, streams)
-    order = layout.order
-    members = layout.members
     waits = _host_waits(layout)
-    events = _event_waits(layout) if streams else [[]] * len(order)
+    events = _event_waits(layout) if streams else [[] for _ in waits]
     # An instruction records an event, or publishes its progress, only if a reduced edge begins
     # there: every event and every publication costs host time in each period.
     recorded = {hop.producer for hops in events for hop in hops}
     published = {hop.producer for hops in waits for hop in hops}
-    position = {place: k for places in members for k, place in enumerate(places)}
-
-    def instruction(place: int) -> Instruction:
-        name = order[place]
-        return Instruction(
-            task=name,
-            stage=layout.stage[place],
-            lane=layout.lane[place],
-            position=position[place],
-            stream=layout.stream[place],
+    # Every worker publishes its last instruction, so that a worker that fails can wait until the
+    # others have passed the earlier iterations.
+    published |= {m[-1] for m, n in zip(layout.members, layout.workers, strict=True) if n > 1}
+    at = layout.places
+    instructions = [
+        Instruction(
+            *place,
             host_waits=tuple(
-                [HostWait(layout.lane[p], position[p], lag, order[p]) for p, _, lag in waits[place]]
+                [HostWait(at[p].lane, at[p].position, lag, at[p].task) for p, _, lag in waits[k]]
             ),
-            event_waits=tuple([EventWait(order[p], distance) for p, _, distance in events[place]]),
-            record=place in recorded,
-            # Every worker publishes its last instruction, so that a worker that fails can wait
-            # until the others have passed the earlier iterations.
-            publish=place in published
-            or name == PULL
-            or (
-                layout.workers[layout.lane[place]] > 1 and place == members[layout.lane[place]][-1]
-            ),
-            on_host=layout.queue[place] < 0,
+            event_waits=tuple([EventWait(at[p].task, distance) for p, _, distance in events[k]]),
+            record=k in recorded,
+            # The caller waits for the pulls of another thread.
+            publish=k in published or place.task == PULL,
         )
-
+        for k, place in enumerate(at)
+    ]
+    lanes = [
+        Lane(group, tuple([instructions[k] for k in places]), workers)
+        for group, places, workers in zip(
+            plan.thread_groups, layout.members, layout.workers, strict=True
+        )
+    ]
     return Program(
-        lanes=tuple(
-            Lane(group, tuple(map(instruction, places)), workers)
-            for group, places, workers in zip(layout.groups, members, layout.workers, strict=True)
-        ),
+        lanes=tuple(lanes),
         depth=depth,
         # Streams wait over declared distances, and over sums of distances through tasks of the
         # host.
         ring=depth + max([hop.weight for hops in (layout.deps, *events) for hop in hops]),
-        order=order,
+        order=tuple([place.task for place in at]),
         launch_limit=plan.launch_limit if streams else None,
         resolved=resolved,
         streams=streams,
@@ -287,55 +277,51 @@ def compile_plan(resolved: ResolvedPlan, *, streams: bool) -> Program:
 
 def _layout(resolved: ResolvedPlan, depth: int, streams: bool) -> _Layout:
     plan = resolved.plan
-    tasks = resolved.period_order
     last = plan.max_stage
     # A depth beyond the last stage + 1 moves all tasks to later stages: then batches are pulled
     # ``ahead`` periods before the first task needs them.
     ahead = depth - 1 - last
-    order = _order(plan, tasks, ahead, streams)
-    sources = [name for name in SOURCES if name in order]
+    order = _order(plan, resolved.period_order, ahead, streams)
     place = {name: k for k, name in enumerate(order)}
     retire = place[RETIRE]
     schedule = {**plan.schedule, ADMIT: TaskSchedule(-ahead), RETIRE: TaskSchedule(last)}
     schedule[BEGIN] = schedule[ADMIT]
     schedule[PULL] = TaskSchedule(-ahead, thread_group=plan.pull_group or DEFAULT_GROUP)
     entries = [schedule[name] for name in order]
-    groups = plan.thread_groups
-    lanes = {group: lane for lane, group in enumerate(groups)}
-    workers_of = {entry.thread_group: entry.workers for entry in entries}
-    # ``torch.Stream.__eq__`` assumes that its argument is a stream, so None is not among the keys.
-    queues: dict[StreamRef, int] = {HOST: -1}
-    named = [entry.stream if streams else None for entry in entries]
-    lane = [lanes[entry.thread_group] for entry in entries]
-    within_call: list[Hop] = []
-    if plan.within_calls:
-        workers = [[k for k in range(retire) if lane[k] == n] for n in range(1, len(groups))]
-        within_call += [hop for w in workers for hop in (Hop(0, w[0], 0), Hop(w[-1], retire, 0))]
+    lanes = {group: lane for lane, group in enumerate(plan.thread_groups)}
+    queues: dict[StreamRef, int] = {None: 0, HOST: -1}
+    members: list[list[int]] = [[] for _ in lanes]
+    workers = [1] * len(lanes)
+    places: list[_Place] = []
+    for k, entry in enumerate(entries):
+        lane = lanes[entry.thread_group]
+        stream = entry.stream if streams else None
+        on_host = queues.setdefault(stream, len(queues)) < 0
+        places.append(
+            _Place(order[k], entry.stage + ahead, lane, len(members[lane]), stream, on_host)
+        )
+        members[lane].append(k)
+        workers[lane] = entry.workers
+    declared = {
+        Hop(place[d.producer], place[d.consumer], d.distance): d.host_only
+        for d in resolved.dependences
+    }
+    sources = [place[name] for name in SOURCES if name in place]
+    within_call = [hop for w in members[1:] for hop in (Hop(0, w[0], 0), Hop(w[-1], retire, 0))]
     return _Layout(
-        order=order,
-        stage=[entry.stage + ahead for entry in entries],
-        lane=lane,
-        stream=named,
-        queue=[0 if s is None else queues.setdefault(s, len(queues)) for s in named],
+        places=places,
+        queue=[queues[place.stream] for place in places],
         ordered=[k for k, entry in enumerate(entries) if entry.globally_ordered],
+        members=members,
+        workers=workers,
         deps=[
-            *[Hop(place[d.producer], place[d.consumer], d.distance) for d in resolved.dependences],
-            *[
-                Hop(place[source], k, 0)
-                for source in sources
-                for k in range(retire)
-                if order[k] not in (BEGIN, *SOURCES[: SOURCES.index(source) + 1])
-            ],
+            *declared,
+            *[Hop(sooner, later, 0) for sooner, later in pairwise(sources)],
+            *[Hop(sources[-1], k, 0) for k in range(retire) if order[k] not in OWN],
             *[Hop(k, retire, 0) for k in range(retire)],
         ],
-        host_only=frozenset(
-            Hop(place[d.producer], place[d.consumer], d.distance)
-            for d in resolved.dependences
-            if d.host_only
-        ),
-        groups=groups,
-        workers=tuple([workers_of[group] for group in groups]),
-        within_call=within_call,
+        host_only={hop for hop, host_only in declared.items() if host_only},
+        within_call=within_call if plan.within_calls else [],
     )
 
 
@@ -357,8 +343,8 @@ def _order(plan: PipelinePlan, tasks: Sequence[str], ahead: int, streams: bool) 
 
 def _host_waits(layout: _Layout) -> list[list[Hop]]:
     """Return the host waits at each place, without implied ones; weights are lags."""
-    stage = layout.stage
-    lane = layout.lane
+    stage = [place.stage for place in layout.places]
+    lane = [place.lane for place in layout.places]
     workers = layout.workers
     hops = [Hop(p, c, stage[c] - stage[p] + distance) for p, c, distance in layout.deps]
     hops += layout.within_call
@@ -399,7 +385,7 @@ def _ring(chain: Sequence[int], again: int = 1) -> list[Hop]:
 
 def _event_waits(layout: _Layout) -> list[list[Hop]]:
     """Return the event waits at each place, without implied ones; weights are distances."""
-    stage = layout.stage
+    stage = [place.stage for place in layout.places]
     queue = layout.queue
     crossing: list[Hop] = []
     fixed: list[Hop] = []
@@ -423,6 +409,7 @@ def _through_the_host(layout: _Layout) -> list[Hop]:
     Of several paths between two tasks only the shortest is kept: one of the two streams runs its
     iterations in order, so that waiting for an iteration is waiting for those before it.
     """
+    at = layout.places
     hops = [hop for hop in layout.deps if hop not in layout.host_only]
     for place in [place for place, queue in enumerate(layout.queue) if queue < 0]:
         into = [hop for hop in hops if hop.consumer == place != hop.producer]
@@ -431,10 +418,7 @@ def _through_the_host(layout: _Layout) -> list[Hop]:
         shortest: dict[tuple[int, int, int], Hop] = {}
         for before, after in product(into, out):
             # ``<admit>`` and ``<retire>`` have a direct edge with every task already.
-            if (
-                layout.order[before.producer] not in SOURCES
-                and layout.order[after.consumer] != RETIRE
-            ):
+            if at[before.producer].task not in SOURCES and at[after.consumer].task != RETIRE:
                 hop = Hop(before.producer, after.consumer, before.weight + after.weight)
                 # Iterations at negative distances may not exist, so each negative distance keeps
                 # its own edge.
@@ -444,17 +428,16 @@ def _through_the_host(layout: _Layout) -> list[Hop]:
     return hops
 
 
-def _fifo_chains(layout: _Layout) -> Iterable[tuple[list[int], int]]:
+def _fifo_chains(layout: _Layout) -> Iterator[tuple[list[int], int]]:
     """Yield chains of tasks whose device work is queued on one stream in period order.
 
     Tasks that name a stream are submitted in that order. Tasks on the caller's stream are so only
     if one thread submits them; with several workers, only every ``workers`` periods.
     """
-    chains: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for place, (queue, lane) in enumerate(zip(layout.queue, layout.lane, strict=True)):
+    for chain in _by_stream(layout):
+        yield chain, 1
+    for places, workers in zip(layout.members, layout.workers, strict=True):
         # A batch's event is recorded only for batches with device work: no path may lead through
         # it.
-        if queue >= 0 and layout.order[place] not in SOURCES:
-            chains[(queue, 0 if queue else lane)].append(place)
-    for (queue, lane), chain in chains.items():
-        yield chain, 1 if queue else layout.workers[lane]
+        tasks = [k for k in places if layout.places[k].task not in SOURCES]
+        yield [k for k in tasks if layout.queue[k] == 0], workers

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 
@@ -37,19 +35,15 @@ def reduce_edges(
     """
     always = set(fixed)
     needed = set(edges) - always
-    waits: list[list[Hop]] = [[] for _ in order]
-    if not needed:
-        return waits
     # Of parallel edges the lightest implies the others. It also stands for them in paths.
-    lightest: list[dict[int, int]] = [{} for _ in order]
+    hops: list[dict[int, int]] = [{} for _ in order]
     for producer, consumer, weight in (*needed, *always):
-        if 0 <= weight <= lightest[producer].get(consumer, weight):
-            lightest[producer][consumer] = weight
+        if 0 <= weight <= hops[producer].get(consumer, weight):
+            hops[producer][consumer] = weight
     # A path's weight may be less than the edge's only if one end runs in period order.
-    ordered = {hop for hop in needed if not {hop.producer, hop.consumer} <= several}
-    lighter = {h for h in ordered if lightest[h.producer].get(h.consumer, h.weight) < h.weight}
-    needed -= lighter
-    needed -= _implied([hop for hop in ordered - lighter if hop.weight >= 0], lightest, order)
+    ordered = [hop for hop in needed if not {hop.producer, hop.consumer} <= several]
+    needed -= _implied([hop for hop in ordered if hop.weight >= 0], hops, order)
+    waits: list[list[Hop]] = [[] for _ in order]
     for hop in sorted(needed, key=lambda hop: (hop.weight, hop.producer)):
         waits[hop.consumer].append(hop)
     return waits
@@ -58,84 +52,29 @@ def reduce_edges(
 def _implied(
     edges: Sequence[Hop], hops: Sequence[Mapping[int, int]], order: Sequence[int]
 ) -> set[Hop]:
-    """Return the edges that paths of two hops or more and of no greater weight imply.
-
-    For each weight in ascending order, and from the last place to the first, each place propagates
-    the set of places that it reaches to the places before it, if the set has grown. The search ends
-    when every heavier edge is known to be implied.
+    """Return the edges that a path of other hops and of no greater weight implies.
 
     Args:
         edges: Edges of weight 0 or more.
         hops: The weight of each edge, by producer and consumer.
         order: As for ``reduce_edges``.
     """
-    reach = _Reach(hops, order)
-    leaving: dict[int, list[Hop]] = defaultdict(list)
-    for hop in edges:
-        leaving[hop.producer].append(hop)
-    undecided = Counter(hop.weight for hop in edges)
-    implied: set[Hop] = set()
-    weight = 0
-    while +undecided and weight <= max(+undecided):
-        for place in reach.grown(weight):
-            beyond = reach.beyond[place]
-            # ``beyond`` holds a bit per place, so a whole set is merged or tested by one operation
-            # on integers.
-            implied_here = {
-                h for h in leaving[place] if h.weight >= weight and beyond >> h.consumer & 1
-            }
-            undecided.subtract(hop.weight for hop in implied_here - implied)
-            implied |= implied_here
-        weight += 1
-    return implied
-
-
-class _Reach:
-    """The set of places that each place reaches by paths of at most some weight.
-
-    Attributes:
-        beyond: For each place, the places that paths of two hops or more lead to, as bits.
-    """
-
-    def __init__(self, hops: Sequence[Mapping[int, int]], order: Sequence[int]) -> None:
-        self.beyond = [0] * len(order)
-        # The places that each place reaches by any number of hops, itself included, as bits.
-        self._reached = [1 << place for place in range(len(order))]
-        self._order = order
-        self._rank = {place: rank for rank, place in enumerate(order)}
-        self._before: list[list[tuple[int, int]]] = [[] for _ in order]
-        # For each weight and place, the places that it reaches from that weight on: by one hop
-        # (``_next``), and by more (``_news``).
-        self._next: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-        self._news: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-        for producer, consumers in enumerate(hops):
-            for consumer, weight in consumers.items():
-                self._before[consumer].append((producer, weight))
-                self._next[weight][producer] |= 1 << consumer
-
-    def grown(self, weight: int) -> Iterator[int]:
-        """Yield the places whose ``beyond`` grows with this weight.
-
-        Ask for weights in ascending order.
-        """
-        direct = self._next.pop(weight, {})
-        news = self._news[weight]
-        places = [-self._rank[place] for place in {*direct, *news}]
-        heapq.heapify(places)
-        while places:
-            place = self._order[-heapq.heappop(places)]
-            arriving = news.pop(place, 0)
-            reached = self._reached[place] | direct.get(place, 0) | arriving
-            if reached != self._reached[place]:
-                self._reached[place] = reached
-                for producer, taken in self._before[place]:
-                    into = self._news[weight + taken]
-                    # A hop of weight 0 adds to the current weight: the producer comes earlier in
-                    # the order, so it is still to be visited.
-                    if not taken and producer not in into and producer not in direct:
-                        heapq.heappush(places, -self._rank[producer])
-                    into[producer] |= reached & ~(1 << place)
-            if arriving & ~self.beyond[place]:
-                self.beyond[place] |= arriving
-                yield place
-        del self._news[weight]
+    # reached[w][place]: the places to which paths of weight w or less lead from a place, itself
+    # included. A bit for each, so that one operation on integers joins whole sets.
+    reached: list[list[int]] = []
+    for weight in range(max((hop.weight for hop in edges), default=-1) + 1):
+        reached.append([1 << place for place in range(len(order))])
+        # A hop of weight 0 leads to a later place of the order, whose set is complete by then.
+        for place in reversed(order):
+            for consumer, taken in hops[place].items():
+                if taken <= weight:
+                    reached[weight][place] |= reached[weight - taken][consumer]
+    return {
+        hop
+        for hop in edges
+        if any(
+            taken <= hop.weight and reached[hop.weight - taken][place] >> hop.consumer & 1
+            for place, taken in hops[hop.producer].items()
+            if (place, taken) != (hop.consumer, hop.weight)
+        )
+    }

@@ -16,8 +16,7 @@ from __future__ import annotations
 import json
 import re
 
-import torch
-
+from swpipe.core.drawing import stream_name
 from swpipe.program.compiled import Instruction, Program
 
 
@@ -46,16 +45,9 @@ def _items(ins: Instruction, groups: list[str]) -> list[str]:
     for event in ins.event_waits:
         distance = f", distance {event.distance}" if event.distance else ""
         items.append(f"event({_quoted(event.producer)}{distance})")
-    stream = f" [{_stream(ins)}]" if ins.stream is not None else ""
+    stream = f" [{_quoted(stream_name(ins.stream))}]" if ins.stream is not None else ""
     marks = " record" * ins.record + " publish" * ins.publish
     return [*items, f"{_quoted(ins.task)}@{ins.stage}{stream}{marks}"]
-
-
-def _stream(ins: Instruction) -> str:
-    # A stream object has no name in the plan.
-    if isinstance(ins.stream, torch.Stream):
-        return f"torch.Stream {ins.stream.stream_id}"
-    return _quoted(str(ins.stream))
 
 
 def _quoted(name: str) -> str:

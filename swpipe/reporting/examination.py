@@ -20,7 +20,7 @@ from swpipe._values.fingerprint import same_bits
 from swpipe._values.stateful import PLAIN
 from swpipe._values.walk import leaves_in, tensors_held
 from swpipe.core.costs import CostModel
-from swpipe.core.effects import declared_effects
+from swpipe.core.effects import Declared
 from swpipe.core.loaders import unprepared
 from swpipe.core.messages import listed
 from swpipe.core.plan import PULL, PipelinePlan, StreamSpec, streams_of
@@ -202,7 +202,7 @@ def _lock_findings(
     # lock.
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return
-    for name, effects in declared_effects(tasks).items():
+    for name, effects in Declared.by(tasks).effects.items():
         cost = costs.tasks[name]
         # A task that writes persistent state cannot move to another process.
         keeps_state = effects.undeclared or any(place.persistent for place in effects.writes)

@@ -28,7 +28,6 @@ import torch
 from swpipe._distributed.shared_cores import cores
 from swpipe.core.context import TypedContext
 from swpipe.core.effects import EffectTable
-from swpipe.core.keywords import suggests_keywords
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import Device
@@ -69,7 +68,6 @@ _TRACED_S = 3.0  # long enough that a few slow iterations do not dominate
 _LEAST_S = 1e-6
 
 
-@suggests_keywords
 def report(
     tasks: Iterable[PipelineTask],
     batches: Iterable[Any],

@@ -127,9 +127,6 @@ def _words(term: ProposedEdge | ProposedStage, most: int) -> str:
         case ProposedStage(stage, bound, now):
             start = "" if now is None else f"{most - now} to "
             return f"lookahead {start}{most - stage} or {'less' if bound == 'later' else 'more'}"
-        case ProposedEdge(consumer, producer, None):
-            # An edge without a distance is an edge within a period.
-            field = f"same_progress_sync=[{producer!r}]"
         case ProposedEdge(consumer, producer, 0):
             field = f"depends_on=[{producer!r}]"
         case ProposedEdge(consumer, producer, distance):

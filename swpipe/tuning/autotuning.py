@@ -27,7 +27,6 @@ from swpipe.analysis.validation import validate
 from swpipe.core.context import TypedContext
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import EffectTable, with_the_others
-from swpipe.core.keywords import suggests_keywords
 from swpipe.core.loaders import is_apart
 from swpipe.core.messages import counted, in_ms
 from swpipe.core.plan import BODY, PipelinePlan, TaskSchedule
@@ -319,7 +318,6 @@ class Loop:
         return replace(plan, schedule=schedule, tasks=())
 
 
-@suggests_keywords
 def autotune(
     tasks: Iterable[PipelineTask],
     batches: Iterable[Any],

@@ -305,7 +305,7 @@ def test_a_task_whose_run_fails_during_an_inner_call_ends_there(at_the_end_of_da
         try:
             with suppress(StopIteration), Lending():
                 inside.set()
-                await_that(lambda: mine._run.cancelled, "the failure")
+                await_that(lambda: mine.run.cancelled, "the failure")
                 if at_the_end_of_data:
                     raise StopIteration
         except BaseException as error:

@@ -19,7 +19,7 @@ from swpipe.core.plan import MOST_ITERATIONS, MOST_TASKS, MOST_WORK
 from swpipe.core.resolved import resolve_plan
 from swpipe.core.task_memory import Block, TaskMemory
 from swpipe.errors import PlanError
-from swpipe.program import compile_plan, implied_edges
+from swpipe.program import compile_plan
 from swpipe.program.program_text import format_program
 from tests.support.hostile import MOST_IN_ALL, MOST_IN_ONE_LINE
 from tests.support.plans_for_tests import task
@@ -178,27 +178,12 @@ def test_conflicts_are_looked_for_among_the_writers_of_a_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Readers do not conflict with each other: the work grows with them, not with their square."""
-    looks = [0]
-
-    class Counting(dict[Any, Any]):
-        def get(self, key: Any, default: Any = None) -> Any:
-            looks[0] += 1
-            return super().get(key, default)
-
-    monkeypatch.setattr(effects, "_HAZARDS", Counting(effects._HAZARDS))
+    calls = counted(monkeypatch, effects, "Conflict")
     read = Effects(reads=frozenset({STATE}))
     found = effects.conflicts(
         dict.fromkeys(NAMES, read) | {"w": Effects(writes=frozenset({STATE}))}
     )
-    assert MANY <= looks[0] <= 3 * MANY
-    assert len(found) == 2 * MANY + MANY + 1
-
-
-def test_waits_of_many_stages_take_few_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths are followed only up to the weight at which all that is implied is known."""
-    calls = counted(monkeypatch, implied_edges._Reach, "grown")
-    compile_plan(resolve_plan(two_groups(900)), streams=True)
-    assert calls[0] <= 8
+    assert calls[0] == len(found) == 2 * MANY + MANY + 1
 
 
 def test_copies_of_an_attribute_take_few_looks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from bench import recsys14
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.analysis import verify
 from swpipe.analysis.verification import verify_for_run
-from swpipe.core.effects import DRAWS, UNKNOWN, Effects, Location
+from swpipe.core.effects import DRAWS, Effects, Location, undeclared_effects
 from swpipe.core.plan import PULL
 from swpipe.core.task_memory import KEPT, Block, TaskMemory
 from swpipe.errors import PlanError
@@ -232,12 +232,12 @@ def test_a_table_of_effects_alone_joins_what_is_not_known_with_each_state_in_it(
         {"a": TaskSchedule(thread_group="io"), "b": TaskSchedule(1)}, deps=[("b", "a")]
     )
     with pytest.raises(PlanError, match=r"'a' on iteration i must come after 'b' on .* 'model'"):
-        verify_tasks(plan, effects={"a": touching("model", "model"), "b": UNKNOWN})
+        verify_tasks(plan, effects={"a": touching("model", "model"), "b": undeclared_effects()})
     verify_tasks(plan, effects={"a": touching("model", "model"), "b": touching()})
     pulled = PipelinePlan({"b": TaskSchedule()}, pull_group="loader")
     step = touching("model", "model")
     with pytest.raises(PlanError, match="the effects of the loader are not declared"):
-        verify_tasks(pulled, effects={PULL: UNKNOWN, "b": step})
+        verify_tasks(pulled, effects={PULL: undeclared_effects(), "b": step})
     verify_tasks(pulled, effects={PULL: touching(), "b": step})
 
 
@@ -413,14 +413,14 @@ def test_tasks_of_which_nothing_is_declared_keep_their_order() -> None:
     tasks = [PipelineTask(name, print) for name in "ab"]
     plan = PipelinePlan({name: TaskSchedule() for name in "ab"}, order=["b", "a"])
     with pytest.raises(PlanError, match=r"state 'undeclared'.*add deps=\[\(\"b\", \"a\"\)\]"):
-        verify(plan, tasks, dict.fromkeys("ab", UNKNOWN))
+        verify(plan, tasks, dict.fromkeys("ab", undeclared_effects()))
     verify(plan, [PipelineTask("a", print, pure=True), tasks[1]])
 
 
 def test_a_loader_of_which_nothing_is_declared_is_not_pulled_ahead_of_the_body() -> None:
     """Whoever else declares: the body may change what the loader reads."""
     plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule(1)}, deps=[("b", "a")])
-    effects = {PULL: UNKNOWN, "a": Effects(), "b": UNKNOWN}
+    effects = {PULL: undeclared_effects(), "a": Effects(), "b": undeclared_effects()}
     with pytest.raises(PlanError, match=r"effects of the loader.*pipeline_depth=1"):
         verify(plan, effects=effects)
     verify(plan, effects={**effects, PULL: Effects()})

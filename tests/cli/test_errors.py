@@ -154,7 +154,7 @@ HOSTILE_PLANS = {
     ),
 }
 HOSTILE_COSTS = {
-    "none": ("[]", "JSON object"),
+    "none": ("[]", "costs is []: it must be a table"),
     "negative": ('{"tasks": {"load": {"host_us": -1}, "learn": {}}}', "host_us is -1"),
     "huge": ('{"tasks": {"load": {"host_us": 1.7e308}}}', "host_us is 1.7e+308"),
     "infinite": ('{"tasks": {"load": {"host_us": Infinity}}}', "host_us is inf"),

@@ -110,11 +110,11 @@ def test_a_mean_is_of_models_of_the_same_tasks() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[]", "JSON object"),
+        ("[]", r"costs is \[\]: it must be a table"),
         ('{"tasks": {"a": 3}}', "tasks.a is 3"),
         ('{"tasks": {"a": {"hots_us": 3}}}', "unknown key 'hots_us'"),
         ('{"tasks": {}, "tusks": 1}', "tusks"),
-        ('{"tasks": {"a": {"resources": "x"}}}', "give names"),
+        ('{"tasks": {"a": {"resources": "x"}}}', "a.resources is 'x': it must be a list"),
     ],
 )
 def test_json_that_is_no_cost_model_is_refused(text: str, says: str) -> None:
@@ -148,8 +148,8 @@ def test_tables_of_unequal_length_are_refused() -> None:
     lengths = r"read.host_each_us 3, train.device_each_us 2"
     with pytest.raises(PlanError, match=rf"tables have different lengths \({lengths}\): {rule}"):
         CostModel.from_json(text)
-    for table in ([2, -1], "ab", 3):
-        with pytest.raises(PlanError, match="task 'a': host_each_us is"):
+    for table, error in (([2, -1], "task 'a': host_each_us is"), ("ab", "must be a list")):
+        with pytest.raises(PlanError, match=error):
             CostModel.from_json(json.dumps({"tasks": {"a": {"host_us": 1, "host_each_us": table}}}))
 
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from swpipe import DeclaredIO, PipelineTask
-from swpipe.core.effects import Conflict, Effects, Location, conflicts, declared_effects
+from swpipe.core.effects import Conflict, Declared, Effects, Location, conflicts
 from swpipe.core.task import Mode
 
 X = Location("x", persistent=False)
@@ -47,7 +47,7 @@ def test_declared_states_are_effects(mode: Mode, effects: Effects) -> None:
     """As their mode says; an effect without a state is for the shortcut alone."""
     silent = DeclaredIO(capture=lambda: None, restore=lambda kept: None)
     task = PipelineTask("a", print, io=[DeclaredIO(state="model", mode=mode), silent])
-    assert declared_effects([task]) == {"a": effects}
+    assert Declared.by([task]).effects == {"a": effects}
 
 
 def test_a_state_is_on_the_host_only_if_all_its_users_say_so() -> None:
@@ -55,10 +55,10 @@ def test_a_state_is_on_the_host_only_if_all_its_users_say_so() -> None:
     on_host = PipelineTask("a", print, io=[DeclaredIO(state="model", on_host=True)])
     silent = PipelineTask("b", print, io=[DeclaredIO(state="model")])
     for pair in ([on_host, silent], [silent, on_host]):
-        found = conflicts(declared_effects(pair))
+        found = conflicts(Declared.by(pair).effects)
         assert {conflict.place for conflict in found} == {MODEL}
         assert {conflict[:2] for conflict in found} == {*product("ab", repeat=2)}
-    (alone,) = declared_effects([on_host])["a"].writes
+    (alone,) = Declared.by([on_host]).effects["a"].writes
     assert alone == MODEL._replace(on_host=True)
 
 

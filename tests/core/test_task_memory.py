@@ -45,11 +45,11 @@ def test_the_mean_of_costs_has_the_largest() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("3", "memory is an object of"),
-        ('{"blocks": [{"begun": "a"}], "working": {}}', "memory is an object of"),
+        ("3", "costs.memory is 3: it must be a table"),
+        ('{"blocks": [{"begun": "a"}], "working": {}}', "has no begin; it has: begun"),
         ('{"blocks": [{"begin": "a", "bytes": -1}], "working": {}}', "bytes is an integer of 0"),
         ('{"blocks": [{"begin": "a", "later": 2}], "working": {}}', "later 0 or 1"),
-        ('{"blocks": [], "working": {"a": "much"}}', "give a number of bytes"),
+        ('{"blocks": [], "working": {"a": "much"}}', "working.a is 'much': it must be of type int"),
         ('{"blocks": [{"begin": "<b>", "bytes": 1}], "working": {}}', "it is no task's name"),
     ],
 )

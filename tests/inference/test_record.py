@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskProfiler, TaskSchedule
 from swpipe._state.loop import LoopState
 from swpipe.analysis import verify
-from swpipe.core.effects import UNDECLARED, UNKNOWN, Effects
+from swpipe.core.effects import UNDECLARED, Effects, undeclared_effects
 from swpipe.core.plan import PULL
 from swpipe.errors import PlanError, UnsavedStateError
 from swpipe.inference import record
@@ -348,7 +348,7 @@ def test_an_honest_pure_task_has_no_note() -> None:
 
 def test_what_a_loader_may_touch() -> None:
     """Nothing, if it is apart from the loop; whatever is undeclared otherwise."""
-    cases: list[tuple[Any, Effects]] = [([], Effects()), (iter([]), UNKNOWN)]
+    cases: list[tuple[Any, Effects]] = [([], Effects()), (iter([]), undeclared_effects())]
     for loader, effects in cases:
         found = record([PipelineTask("a", nothing)], None, device="cpu", loader=loader)
         assert next(iter(found.effects)) == PULL

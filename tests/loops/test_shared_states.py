@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import StepLR
 import swpipe
 from swpipe import DeclaredIO, IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 from swpipe.analysis import verify
-from swpipe.core.effects import declared_effects
+from swpipe.core.effects import Declared
 from swpipe.errors import PlanError
 from swpipe.inference.comparison import needed
 
@@ -225,7 +225,7 @@ class Program:
         deps = {(name, source) for name in self.names for source in self.sources[name]}
         across = set()
         if rng.random() < 0.8:
-            for one in needed(declared_effects(self.tasks)):
+            for one in needed(Declared.by(self.tasks).effects):
                 (across if one.distance else deps).add(one[:2])
         depth = rng.choice([None, None, stage + 2, stage + 3])
         pull = rng.choice([None, None, "io"])

@@ -101,7 +101,7 @@ def test_a_damaged_rank_is_refused() -> None:
     """As other damaged parts are."""
     data = json.loads(replace(RESULT, ranks=RANKS).to_json())
     del data["ranks"][1]["tasks"]
-    with pytest.raises(ValueError, match=r"a profile result.ranks\[1\] has the keys"):
+    with pytest.raises(ValueError, match=r"a profile result.ranks\[1\] has no tasks"):
         ProfileResult.from_dict(data)
 
 

@@ -215,7 +215,7 @@ def test_a_damaged_result_is_refused(change: dict[str, object]) -> None:
     for data in ({**json.loads(RESULT.to_json()), **change}, change, [change]):
         with pytest.raises(ValueError, match="profile result"):
             ProfileResult.from_dict(data)
-    with pytest.raises(ValueError, match="a file of profile results has the keys"):
+    with pytest.raises(ValueError, match="a file of profile results has no loop"):
         ProfileResults.from_json('{"batches": []}')
 
 

@@ -75,7 +75,7 @@ def test_names_other_than_words_are_quoted() -> None:
     """A stream object is told by its number."""
     schedule = {"a b": TaskSchedule(stream=torch.Stream(device="cpu"), thread_group="x: y")}
     text = text_of(PipelinePlan(schedule), streams=True)
-    assert '"a b"@0 [torch.Stream ' in text
+    assert '"a b"@0 ["torch.Stream(' in text
     assert '\n"x: y": ' in text
 
 

@@ -321,7 +321,7 @@ def policies(resolved: ResolvedPlan, costs: CostModel, roles: TaskRoles) -> dict
     serial = resolved.serial_order
     schedule = resolved.plan.schedule
     us = {name: costs.tasks[name].total_us for name in serial}
-    edges = [(dep.consumer, dep.producer) for dep in resolved.within_iteration]
+    edges = [(dep.consumer, dep.producer) for dep in resolved.dependences if dep.distance == 0]
     remaining = remaining_us(serial, costs, edges)
     # The earliest start of each task if nothing but dependences delays it.
     begin: dict[str, float] = {}

@@ -69,7 +69,8 @@ class TaskRoles:
         # serial order producers come first.
         after: set[str] = set()
         for name in resolved.serial_order:
-            producers = {dep.producer for dep in resolved.within_iteration if dep.consumer == name}
+            deps = [dep for dep in resolved.dependences if dep.distance == 0]
+            producers = {dep.producer for dep in deps if dep.consumer == name}
             if producers & (caller | after):
                 after.add(name)
             if name not in caller:

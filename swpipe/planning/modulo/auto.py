@@ -17,8 +17,8 @@ from swpipe.core.effects import (
     Conflict,
     EffectTable,
     Location,
-    anything,
     conflicts,
+    undeclared_effects,
     with_the_others,
 )
 from swpipe.core.messages import counted, in_bytes, in_ms, listed
@@ -155,7 +155,9 @@ def auto_plan(
     why: list[str] = []
     if effects is not None:
         # An undeclared loader or body is taken to touch everything that any task touches.
-        effects = with_the_others(effects, anything(effects.values()), apart=False, body=body)
+        effects = with_the_others(
+            effects, undeclared_effects(effects.values()), apart=False, body=body
+        )
         limits, why = beside_the_others(limits, effects)
     if limits.max_bytes is not None and costs.memory is None:
         mend = "give CostModel(memory=measure_memory(tasks, batches))"

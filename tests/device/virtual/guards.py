@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from swpipe import PipelinePlan, TaskSchedule, pipeline
-from swpipe._engine import release
 from swpipe._engine import run as executor
 from swpipe._engine.release import WaitingMemory
 from swpipe._engine.run import LaneRunner, Run
@@ -273,7 +272,12 @@ def _plan(change: Callable[[PipelinePlan], PipelinePlan], patch: pytest.MonkeyPa
 
 
 def _stream_order(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(compiler, "_by_stream", lambda layout: {})
+    host_waits = compiler._host_waits
+    patch.setattr(
+        compiler,
+        "_host_waits",
+        lambda layout: host_waits(replace(layout, queue=[0] * len(layout.queue))),
+    )
 
 
 # ------------------------------------------------------------------------ changes to the run
@@ -349,7 +353,14 @@ def _behind_one_task(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_hold_on_one_stream(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(release, "_at_once", lambda iterations, i, values: values.clear())
+    add = WaitingMemory.add
+
+    def careless(waiting: WaitingMemory, i: int, values: list[Any]) -> None:
+        if not waiting._events:
+            values.clear()
+        add(waiting, i, values)
+
+    patch.setattr(WaitingMemory, "add", careless)
 
 
 def _no_hold_at_end(patch: pytest.MonkeyPatch) -> None:
@@ -390,8 +401,10 @@ def _any_worker(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_waiting_memory(patch: pytest.MonkeyPatch) -> None:
-    let_go = release._let_go
-    patch.setattr(release, "_let_go", lambda run, going, worker: let_go(run, going, 0))
+    with_releases = executor.with_releases
+    patch.setattr(
+        executor, "with_releases", lambda run, ins, step, worker: with_releases(run, ins, step, 0)
+    )
 
 
 STREAMS = ("virtual", "accelerator")

@@ -14,7 +14,7 @@ from swpipe import PipelinePlan, TaskSchedule
 from swpipe.analysis.validation import validate
 from swpipe.analysis.verification import verify
 from swpipe.core.costs import CostModel, TaskCost
-from swpipe.core.effects import UNKNOWN, Effects, EffectTable, Location
+from swpipe.core.effects import Effects, EffectTable, Location, undeclared_effects
 from swpipe.core.plan import PULL
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
@@ -119,17 +119,17 @@ def test_what_is_undeclared_stays_with_the_body() -> None:
         return auto_plan(loop(), costs, effects=table, body=body, **given)  # type: ignore[arg-type]
 
     none = Effects()
-    assert choice_of(COSTS, (none, none, UNKNOWN)).ii_us == 600
-    choice = choice_of(COSTS, (none, UNKNOWN, none))
+    assert choice_of(COSTS, (none, none, undeclared_effects())).ii_us == 600
+    choice = choice_of(COSTS, (none, undeclared_effects(), none))
     entry = choice.plan.schedule["read"]
     assert (entry.stage, entry.thread_group) == (choice.plan.max_stage, "default")
     assert choice.why[-1].startswith("read stays with the loop's body, because its effects are")
     pulled = CostModel({**COSTS.tasks, PULL: TaskCost(500)})
     assert choice_of(pulled, (none, none, none)).in_flight > 1
     # There is nobody whom it could be ahead of.
-    assert choice_of(pulled, (UNKNOWN, none, none), body=False).in_flight > 1
-    for last, body in ((none, True), (UNKNOWN, False)):
-        choice = choice_of(pulled, (UNKNOWN, none, last), body=body)
+    assert choice_of(pulled, (undeclared_effects(), none, none), body=False).in_flight > 1
+    for last, body in ((none, True), (undeclared_effects(), False)):
+        choice = choice_of(pulled, (undeclared_effects(), none, last), body=body)
         assert (choice.plan.pull_group, choice.in_flight) == (None, 1)
         assert choice.why[-1].startswith("Batches are not pulled ahead")
 
@@ -238,7 +238,7 @@ def test_a_loader_that_takes_longest_bounds_the_interval(group: str | None) -> N
     assert simulate(plan, costs, streams=False).ii_us >= fixed.res_mii_us
 
 
-APART = {PULL: Effects(), "read": Effects(), "work": UNKNOWN}
+APART = {PULL: Effects(), "read": Effects(), "work": undeclared_effects()}
 SLOW = CostModel({"read": TaskCost(host_us=40_000), "work": TaskCost(host_us=10_000)})
 
 
@@ -272,7 +272,12 @@ def test_two_slow_tasks_share_a_group_of_workers() -> None:
         deps=[("decode", "read"), ("work", "decode")],
     )
     costs = CostModel({**SLOW.tasks, "decode": TaskCost(host_us=40_000)})
-    effects = {PULL: Effects(), "read": Effects(), "decode": Effects(), "work": UNKNOWN}
+    effects = {
+        PULL: Effects(),
+        "read": Effects(),
+        "decode": Effects(),
+        "work": undeclared_effects(),
+    }
     choice = auto_plan(plan, costs, limits=Limits(threads=2), streams=False, effects=effects)
     assert choice.plan.workers(choice.plan.schedule["read"].thread_group) > 1
     assert choice.ii_us <= 20_000
