@@ -15,7 +15,7 @@ import importlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -72,32 +72,30 @@ class Kept(NamedTuple):
 
 
 @contextmanager
-def opened(name: str, cache: Path) -> Iterator[tuple[Loop, Mapping[str, PipelinePlan]]]:
-    """A loop by its name, and its ready-made plans, as the command line opens it."""
+def opened(name: str, cache: Path) -> Iterator[Loop]:
+    """A loop by its name, as the command line opens it."""
     if name in CASES:
         case = CASES[name]
         tasks = tasks_of(CLOCK, case.tasks)
-        yield Loop(tasks, range(case.batches), "cpu", loader=loader_of(case)), {}
+        yield Loop(tasks, range(case.batches), "cpu", loader=loader_of(case))
     elif name == OWN:
         tasks, batches = importlib.import_module("docs.examples.my_loop").loop()
-        yield Loop(tasks, batches[:_BATCHES], "cpu"), {}
+        yield Loop(tasks, batches[:_BATCHES], "cpu")
     elif name == FILES:
         feeding = {"read", "inflate", "features"}
         tasks = [replace(one, pure=one.name in feeding) for one in loop_tasks()]
-        yield Loop(tasks, files(cache), "cpu"), {}
+        yield Loop(tasks, files(cache), "cpu")
     else:
         make, plans = gains.opened(name, cache)
         with closing(make()) as job:
-            ready_made = {plan: make() for plan, make in plans.items() if plan != "serial"}
-            like = next(iter(ready_made.values()))
-            loop = Loop([*job.tasks()], [*job.batches(_BATCHES)], "cpu", like, context=job.context)
-            yield loop, ready_made
+            like = next(make() for plan, make in plans.items() if plan != "serial")
+            yield Loop([*job.tasks()], [*job.batches(_BATCHES)], "cpu", like, context=job.context)
 
 
 def kept(name: str, cache: Path) -> Kept:
     """A report on a loop, and training under the plan that it advises."""
-    with opened(name, cache) as (loop, plans):
-        found = report_on(loop, None, name=name, ready_made=plans)
+    with opened(name, cache) as loop:
+        found = report_on(loop, None, name=name)
         step, advice = found.profile.step, [c.advice for c in found.changes if c.advice.plan]
         if found.cannot_tell or not advice:
             return Kept(TOO_BUSY if found.cannot_tell else found.next_step[:60], step)

@@ -34,7 +34,6 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.core.progress import progress_bar
 from swpipe.device import resolve
 from swpipe.planning.simulation.simulator import peak_of
-from swpipe.plans.torchrec import sparse_dist
 from swpipe.profiler import ProfileResult, ProfileResults, TaskProfiler
 from swpipe.profiler.result_text import LEGEND
 from swpipe.tasks import job_run
@@ -458,12 +457,10 @@ def report_job(
         Opened(context, workload, device, [] if plain_loop else [plan]) as opened,
         about_plan(plan or workload),
     ):
-        known = {**sparse_dist.PLANS, **opened.workload.plans}
         return report_on(
             opened.loop(opened.measured()),
             None if plain_loop else opened.plan(),
             name=workload,
-            ready_made={name: make() for name, make in known.items() if name != SERIAL},
             rounds=rounds,
         )
 

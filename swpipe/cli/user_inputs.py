@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
-from dataclasses import replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from inspect import signature
@@ -177,7 +176,6 @@ class Opened:
             batches or self.take(1),
             device=self.job.device,
             like=None if make is None else make(),
-            over_ranks=self.job.over_ranks,
             progress=lambda line: echo(f"{self.workload.name}: {line}", err=True),
             context=self.job.context,
             loader=self.loader,
@@ -188,10 +186,8 @@ class Opened:
     def tune(self, limits: Limits | None = None, seconds: float = TUNING_S) -> Tuned:
         """Choose a plan for the job by trial."""
         others = {name: make() for name, make in self.workload.plans.items() if name != SERIAL}
-        # The progress bar shows the steps, so the lines of the loop's own progress are dropped.
-        loop = replace(self.loop(self.measured()), progress=lambda line: None)
         with about_plan(self.workload.name):
-            return tune(loop, limits or Limits(), others, seconds)
+            return tune(self.loop(self.measured()), limits or Limits(), others, seconds)
 
 
 def find_workload(name: str, rank: Rank | None = None) -> Workload:

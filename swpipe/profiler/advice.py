@@ -101,7 +101,7 @@ class _Advisor:
         declared: The declared effects of the tasks.
         effects: ``declared``, together with the loader and the loop's body. An undeclared loader
             is treated as apart, and advice about it states that condition.
-        why_not: Task to the reason why it is not moved.
+        why_not: The reason why no other plan is advised; "" if one is.
 
     Raises:
         PlanError: The plan is too large.
@@ -118,7 +118,7 @@ class _Advisor:
         declared = Declared.by(pipe.tasks)
         self.declared = declared.effects
         self.effects = with_the_others(self.declared, declared.undeclared, apart=True, body=True)
-        self.why_not: dict[str, str] = {}
+        self.why_not = ""
 
     def changes(self) -> Iterator[Advice]:
         """Yield another plan, then changes of the loader, then the tasks to make faster."""
@@ -133,10 +133,11 @@ class _Advisor:
             yield advice
         # Tasks that the plan moves are skipped: their exposed times hold for the present plan only.
         halves = {task: self._half(task) for task in result.own_s if task not in named}
+        stay = self._with_the_body()
         for task, saved in sorted(halves.items(), key=lambda item: -item[1].value_s):
             if saved.value_s:
                 words = f"make {'the loader' if task == PULL else task} take half as long"
-                yield Advice(words, task, saved, not_moved=self.why_not.get(task, ""))
+                yield Advice(words, task, saved, not_moved=stay.get(task, self.why_not))
 
     def _half(self, task: str) -> Estimate:
         """Return how much shorter an iteration is if a task takes half as long; 0 if unknown."""
@@ -217,30 +218,29 @@ class _Advisor:
                     task = max(moved, key=lambda name: result.exposed_s.get(name, 0.0), default="")
                     best = Advice(words, task, promise, limit=limit, plan=replace(other, tasks=()))
             elif promise.value_s > least_s:
-                self._stays(f"it might save {promise.exact} ms, and may save nothing")
+                self.why_not = f"another plan might save {promise.exact} ms, and may save nothing"
             else:
-                self._stays(f"iterations would be limited by {limit}")
+                self.why_not = f"iterations would be limited by {limit}"
         # If another plan is advised, the reasons that held for rejected plans are obsolete.
         if best is not None:
-            self.why_not.clear()
+            self.why_not = ""
         elif not plan.cross_iter_deps:
-            self._stays(_NO_DEPENDENCES)
-        self.why_not |= self._with_the_body()
+            self.why_not = _NO_DEPENDENCES
         return best
-
-    def _stays(self, why: str) -> None:
-        self.why_not |= dict.fromkeys(self.plan.schedule, why)
 
     def _with_the_body(self) -> dict[str, str]:
         """Return the reasons why tasks stay with the loop's body."""
         why_not = {}
         for name, places in shared_with_body(conflicts(self.effects)).items():
             states = listed(sorted(map(str, places)))
-            why_not[name] = f'the loop\'s body may touch {states}: say others="" if it does not'
+            why_not[name] = (
+                f"{name!r} uses {states}, which the loop's body may use as well: if it does not, "
+                'declare the state by DeclaredIO(others="")'
+            )
             if self.declared[name].undeclared:
                 why_not[name] = (
-                    f"nothing is declared of what {name!r} touches: say pure=True, or name states "
-                    "in io"
+                    f"{name!r} does not declare what it uses, and the loop's body may change that: "
+                    "give the task pure=True, or its states by io=[DeclaredIO(state=...)]"
                 )
         return why_not
 
@@ -284,7 +284,7 @@ class _Advisor:
                     effort=EFFORT,
                 ).plan
             except PlanError as error:
-                self._stays(error.problems[0].text)
+                self.why_not = error.problems[0].text
                 return
             if workers == 1:
                 best = self._least_moved(best)

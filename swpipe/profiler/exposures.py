@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from statistics import fmean
 
 from swpipe.core.plan import PULL
@@ -83,8 +84,8 @@ class Exposures:
             ]
             for visits in rounds.completed
         ]
-        base = [iterations for visits in visited for kind, iterations in visits if kind == BASE]
-        steps_s = [each.step_s for iterations in base for each in iterations]
+        base = _of_kind(BASE, chain(*visited))
+        steps_s = [each.step_s for each in base]
         own = Passage(steps_s, times_of(base), timer.cycle if place is None else 1)
         self.loop = passage or own
         self.device_s = {} if on_streams is None else on_streams.of_batch(place)
@@ -98,10 +99,7 @@ class Exposures:
         for visits in visited:
             rests = [(kind, [*map(self._rest_s, iterations)]) for kind, iterations in visits]
             saved_s = differences_in(rests)
-            times = {
-                kind: times_of([of for each, of in visits if each == kind])
-                for kind in (BASE, *saved_s)
-            }
+            times = {kind: times_of(_of_kind(kind, visits)) for kind in (BASE, *saved_s)}
             for kind in saved_s.keys() & kinds:
                 beside = times[kind]
                 self._saved_s[kind].append(saved_s[kind])
@@ -147,6 +145,11 @@ class Exposures:
             value_s = rest.value_s + own.value_s + others_s
             estimates[kind] = Estimate(value_s, math.hypot(rest.spread_s, own.spread_s))
         return estimates
+
+
+def _of_kind(kind: Kind, visits: Iterable[Visit]) -> list[TimedIteration]:
+    """Return the iterations of all visits of a kind, in order."""
+    return [iteration for visit in visits if visit.kind == kind for iteration in visit.iterations]
 
 
 def _in_others(kind: Kind, less_s: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -6,16 +6,16 @@ threads use. Linux counts the second case (``schedstat``), so the first one foll
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import sub
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import NamedTuple
 
 from swpipe._engine.observers import Observer
@@ -137,27 +137,21 @@ class TimedIteration(NamedTuple):
     runs: Mapping[str, HostRun]
 
 
-def times_of(visits: Sequence[Sequence[TimedIteration]]) -> dict[str, ThreadTimes]:
-    """Return the times of each task in visits of successive iterations."""
-    every = [each for iterations in visits for each in iterations]
-    return {
-        name: _times([[each.runs[name] for each in of if name in each.runs] for of in visits])
-        for name in dict.fromkeys(name for each in every for name in each.runs)
-    }
+def times_of(iterations: Iterable[TimedIteration]) -> dict[str, ThreadTimes]:
+    """Return the times of each task in these iterations, in their order."""
+    runs: dict[str, list[HostRun]] = defaultdict(list)
+    for iteration in iterations:
+        for name, run in iteration.runs.items():
+            runs[name].append(run)
+    return {name: _times(of) for name, of in runs.items()}
 
 
-def _times(visits: Sequence[Sequence[HostRun]]) -> ThreadTimes:
-    runs = [run for visit in visits for run in visit]
+def _times(runs: Sequence[HostRun]) -> ThreadTimes:
     host_s, cpu_s, core_s = (fmean(part) for part in list(zip(*runs, strict=True))[1:])
-    # The error is that of the visits' means: runs of one visit are correlated, so that counting
-    # each run would make the error too small. A single visit is compared in parts.
-    means_s = [fmean(run.wall_s for run in visit) for visit in visits if visit]
-    if len(means_s) > 1:
-        error_s = stdev(means_s) / math.sqrt(len(means_s))
-    elif len(runs) > 1:
-        error_s = mean_of_loop([run.wall_s for run in runs], cycle=1).spread_s / 2
-    else:
-        error_s = host_s
+    each_s = tuple(run.wall_s for run in runs)
+    # The error is that of the means of parts: successive runs are correlated, so that counting
+    # each run would make the error too small. A single run is as uncertain as it is long.
+    error_s = mean_of_loop(each_s, cycle=1).spread_s / 2 if len(runs) > 1 else host_s
     return ThreadTimes(
         host_s,
         # Means over all runs are subtracted, not single runs: some systems count CPU time in
@@ -165,5 +159,5 @@ def _times(visits: Sequence[Sequence[HostRun]]) -> ThreadTimes:
         blocked_s=max(0.0, host_s - cpu_s - core_s),
         core_s=core_s,
         error_s=min(error_s, host_s),
-        each_s=tuple(run.wall_s for run in runs),
+        each_s=each_s,
     )

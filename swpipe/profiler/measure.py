@@ -68,9 +68,6 @@ _RARE = 32
 _LONGER = 0.1
 """The first call of a pass is slow if it takes longer than others by more than this fraction."""
 
-_START = 1e-4
-"""If starting a pass takes fewer seconds of a step than this, it is not measured a second time."""
-
 
 class Pulls:
     """Calls of a loader, one per iteration, as in training.
@@ -176,7 +173,11 @@ class Pulls:
         The calls made for it are removed from ``runs``.
         """
         if self.has_loader and not self.rate_s:
-            self._measure_start()
+            # The first start of a pass may also create processes that persist, so a second start is
+            # measured.
+            if self.length:
+                self._timed()
+                self._begin_again()
             times_s: list[float] = []  # without first calls of passes
             all_s: list[float] = []
             # The number of calls doubles until the pace is steady: the first calls are served from
@@ -195,8 +196,8 @@ class Pulls:
             last_s = times_s[len(times_s) // 2 :] or [0.0]
             periods_s = _from_slow_to_slow(times_s if self.start_s else all_s)
             self.rate_s = fmean(periods_s or last_s)
-            if self._ahead is None:
-                self._look(math.ceil(2 * max(last_s) / self.rate_s) if self.rate_s else 0)
+            if self._ahead is None and self.rate_s:
+                self._look(math.ceil(2 * max(last_s) / self.rate_s))
             self.drains = not self.agreed(self._ahead is False or not self.rate_s)
         self.runs.clear()
 
@@ -205,17 +206,17 @@ class Pulls:
         # Workers make one batch each in rotation, so a whole rotation has a typical mix of waits.
         return -(-count // self.workers) * self.workers if 1 < self.workers <= _TURNS else count
 
-    def settle(self, count: int, *, drain: bool) -> None:
+    def settle(self, count: int) -> None:
         """Prepare ``count`` successive calls: no pass ends in them, and no batch is ready."""
         if not self._on:
             return
-        if drain and self.drains:
+        if self.drains:
             self._drain()
         # The rest of this pass is too short, so a new pass is started before the calls that are
         # timed.
         if self.length and count <= self.length < self._taken + count:
             self._begin_again()
-            if drain and self.drains:
+            if self.drains:
                 self._drain()
 
     def _drain(self) -> None:
@@ -226,20 +227,11 @@ class Pulls:
 
     def _look(self, calls: int) -> None:
         """Find out whether calls are quick after a pause in which a batch could be made."""
-        most = max(_LOOKS, int(_LOOKS_S / self.rate_s)) if self.rate_s else _LOOKS
         took_s = []
-        for _ in range(min(max(_LOOKS, calls), most, _MOST_LOOKS)):
+        for _ in range(max(_LOOKS, min(calls, int(_LOOKS_S / self.rate_s), _MOST_LOOKS))):
             time.sleep(self.rate_s)
             took_s.append(self._timed()[1].wall_s)
         self._ahead = not self.agreed(fmean(took_s) > self.rate_s / 2)
-
-    def _measure_start(self) -> None:
-        """Begin another pass if the time that its start takes may matter."""
-        # A second start is measured only if the first one, which may create processes, was long
-        # enough to matter.
-        begun_once = len(self._starts_s) == 1 and self.length > 0
-        if self.agreed(begun_once and self._starts_s[0] > _START * self.length):
-            self._begin_again()
 
     def _begin_again(self) -> None:
         self._batches = None  # dropping the iterator ends its workers
@@ -308,9 +300,7 @@ def length_of(loader: Any) -> int:
 
 def _is_enough(calls: int, times_s: Sequence[float], elapsed_s: float) -> bool:
     """Return whether calls in immediate succession have reached a steady pace."""
-    if calls < _LEAST_CALLS or calls >= _MOST_READY:
-        return calls >= _MOST_READY
-    if elapsed_s >= _RATE_S:
+    if calls >= _MOST_READY or elapsed_s >= _RATE_S:
         return True
     if len(times_s) < _CALLS or elapsed_s < _SHORT_S:
         return False
@@ -403,17 +393,12 @@ class WindowTimer:
         for span in trace.spans:
             if span.row.kind == "stream" and span.iteration in steps_s:
                 device_s[span.task][span.iteration] = span.duration_ns / 1e9
-        tasks = times_of([observer.timed(steps_s, run.calls)])
+        tasks = times_of(observer.timed(steps_s, run.calls))
         return Passage(seconds, tasks, cycle or self.cycle, device_s)
 
     def run(self) -> TimedRun:
         """Begin a run of iterations."""
         return (TimedRun if self.pipelined else SerialRun)(self)
-
-    def spans(self, seconds: Sequence[float]) -> list[float]:
-        """Return the means over as many neighbouring iterations as the pipeline is deep."""
-        span = min(self.pipe.plan.depth, len(seconds)) if self.pipelined else 1
-        return [sum(seconds[i : i + span]) / span for i in range(len(seconds) - span + 1)]
 
 
 class Passage(NamedTuple):
@@ -492,16 +477,14 @@ class TimedRun:
         warmup: int,
         measure: int,
         begin_to_measure: Callable[[], object] = lambda: None,
-        *,
-        drain: bool = True,
     ) -> slice:
         """Run iterations, and return where the measured ones are in ``seconds`` and ``numbers``.
 
-        ``begin_to_measure`` is called between the warm-up and the measured iterations, and should
-        take no time. If ``drain``, the batches that the loader has ready are taken away first.
+        The batches that the loader has ready are taken away first. ``begin_to_measure`` is called
+        between the warm-up and the measured iterations, and should take no time.
         """
         pulls = self._timer.pulls
-        if drain and pulls.drains:
+        if pulls.drains:
             # The first iteration with a new shortcut takes longer, because outputs are cached, and
             # the loader makes more batches meanwhile. So this iteration runs before the loader is
             # drained.
@@ -511,7 +494,7 @@ class TimedRun:
         # first, so that ``settle`` is its only caller.
         if pulls.has_loader:
             self.end()  # no iteration is in flight from here on
-            pulls.settle(self._ahead() + warmup + measure, drain=drain)
+            pulls.settle(self._ahead() + warmup + measure)
         begin = len(self.numbers) + warmup
         self.prepare(self._ahead() + warmup + measure)
         for turn in range(warmup + measure):

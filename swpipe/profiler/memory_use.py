@@ -2,9 +2,8 @@
 
 Memory is counted by storage: what an operator allocates while a task runs, what the context
 reaches, and the batch. Any owner of a storage counts: an attribute, an object of the user, or
-autograd, which saves tensors for the backward. Among other values, bytes objects and objects with
-``nbytes`` count if the context reaches them. An array in the memory of a tensor counts as that
-tensor.
+autograd, which saves tensors for the backward. Among other values, objects with ``nbytes``, such as
+arrays, count if the context reaches them. An array in the memory of a tensor counts as that tensor.
 
 Memory that outlives its iteration is followed through the next one: gradients may be freed when
 that iteration sets them to None. Not counted are: memory that outlives the next iteration as well;
@@ -43,9 +42,7 @@ from swpipe.pipeline import SWPipeline
 from swpipe.profiler.trial import trial_state
 
 Key: TypeAlias = int
-"""The identity of memory: the number of a storage, or the inverted id, below 0, of a bytes object
-or an array.
-"""
+"""The identity of memory: the number of a storage, or the inverted id, below 0, of an array."""
 
 ITERATIONS = 3
 """The number of iterations that run on each batch."""
@@ -278,9 +275,7 @@ class _MemoryLog(OperatorRecorder):  # type: ignore[no-untyped-call]
                 # The address identifies memory that an array shares with a tensor, as by
                 # ``Tensor.numpy``.
                 place = getattr(whole, "__array_interface__", {}).get("data", (0,))[0]
-                if isinstance(leaf, bytes | bytearray):
-                    reached[name] |= self._add({~id(leaf): len(leaf)}, name)
-                elif isinstance(whole, Tensor):
+                if isinstance(whole, Tensor):
                     reached[name] |= self._add_tensor(whole, name)
                 elif isinstance(getattr(whole, "nbytes", None), int) and place not in places:
                     reached[name] |= self._add({~id(whole): whole.nbytes}, name)

@@ -9,10 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from swpipe.core.pictures import (
     COLORS,
-    FAINT,
-    GRID,
-    INK,
-    LINE,
     SMALL_SIZE,
     figure_of,
     save_figure,
@@ -22,11 +18,9 @@ from swpipe.core.pictures import (
 from swpipe.profiler.spread import Estimate
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BAR_IN = 0.24
-ROW_GAP_IN = 0.14
+BAR_IN = 0.3
 FRAME_IN = 1.1
 TITLE = "Exposed time: what an iteration would save if the task cost nothing"
 
@@ -61,54 +55,25 @@ def _drawn(series: Sequence[Bars]) -> Iterator[Figure]:
         raise ValueError("there is nothing to draw: no batches were profiled")
     # Tasks are united over all series, in the order of their first appearance.
     tasks = list(dict.fromkeys(name for bars in series for name in bars.times))
-    row_in = BAR_IN * len(series) + ROW_GAP_IN
-    # The figure grows with the number of tasks, so that bars have the same height in all charts.
-    with figure_of(FRAME_IN + row_in * len(tasks), TITLE) as figure:
-        # matplotlib is optional, so it is imported only when something is drawn.
-        from matplotlib.patches import Patch
-
+    height = 0.8 / len(series)  # of a bar, where a task has a height of 1
+    # The figure grows with the number of bars, so that these have the same height in all charts.
+    with figure_of(FRAME_IN + BAR_IN * len(series) * len(tasks), TITLE) as figure:
         axes = figure.subplots()
         style_axes(axes)
-        for index, bars in enumerate(series):
-            # Within a task's row, each series has a bar of its own height below the one before.
-            places = {name: k * row_in + (index + 0.5) * BAR_IN for k, name in enumerate(tasks)}
-            _draw_bars(axes, bars, places, COLORS[index % len(COLORS)])
-        middle_in = BAR_IN * len(series) / 2
-        axes.set_yticks([place * row_in + middle_in for place in range(len(tasks))], tasks)
+        for number, bars in enumerate(series):
+            times = bars.times.values()
+            drawn = axes.barh(
+                [tasks.index(name) + number * height for name in bars.times],
+                [1e3 * time.value_s for time in times],
+                height,
+                xerr=[1e3 * time.spread_s for time in times],
+                color=COLORS[number % len(COLORS)],
+                label=bars.label,
+            )
+            axes.bar_label(drawn, [time.text for time in times], padding=6, fontsize=SMALL_SIZE)
+        middle = 0.4 - height / 2
+        axes.set_yticks([place + middle for place in range(len(tasks))], tasks)
         axes.invert_yaxis()  # the first task on top
         axes.set_xlim(left=0)
-        axes.margins(x=0.15)
-        axes.legend(
-            handles=[
-                Patch(color=COLORS[index % len(COLORS)], label=bars.label)
-                for index, bars in enumerate(series)
-            ],
-            loc="lower right",
-            bbox_to_anchor=(1, 1),
-            borderpad=0,
-            ncols=len(series),
-            frameon=False,
-            fontsize=SMALL_SIZE,
-            labelcolor=FAINT,
-        )
+        axes.legend(fontsize=SMALL_SIZE)
         yield figure
-
-
-def _draw_bars(axes: Axes, bars: Bars, places: Mapping[str, float], color: str) -> None:
-    """Draw the bars of one color with their intervals; bars not distinct from 0 are grey."""
-    times = [*bars.times.values()]
-    drawn = axes.barh(
-        [places[name] for name in bars.times],
-        [1e3 * time.value_s for time in times],
-        height=0.86 * BAR_IN,
-        color=[color if time.is_clear else GRID for time in times],
-        edgecolor=[color if time.is_clear else LINE for time in times],
-        # Exposed time is never negative, so the error bar does not go below 0.
-        xerr=[
-            [1e3 * min(time.value_s, time.spread_s) for time in times],
-            [1e3 * time.spread_s for time in times],
-        ],
-        error_kw={"elinewidth": 1, "capsize": 2.5, "ecolor": FAINT},
-    )
-    texts = [time.text for time in times]
-    axes.bar_label(drawn, texts, padding=6, fontsize=SMALL_SIZE, color=INK)

@@ -380,7 +380,7 @@ def _result_of(
         batch=label,
         mode="pipelined" if timer.pipelined else "serial",
         measurement=measurement,
-        iteration=IterationTimes(step, median(timer.spans(loop.steps_s)), tuple(loop.steps_s)),
+        iteration=IterationTimes(step, median(loop.steps_s), tuple(loop.steps_s)),
         tasks=tasks,
         collectives=tuple(n for n, entry in plan.schedule.items() if entry.globally_ordered),
         loader=pulls.pace,

@@ -6,8 +6,8 @@
 Iterations take about the same time on all ranks, since ranks meet in collectives. A task is
 shortcut on all ranks at the same time. Suppose that the task takes longer on one rank than on
 another, and that without it the other rank spends less time in a collective. Then the other rank
-waits in that collective, and the task is the reason. Time that is explained as a wait is no longer
-used as the reason of other waits.
+waits in that collective, and the task is the reason. A collective is no reason: it takes long on a
+rank that waits in it.
 """
 
 from __future__ import annotations
@@ -64,46 +64,33 @@ def rank_waits(ranks: Sequence[RankTimes], collectives: Sequence[str]) -> tuple[
     if len(ranks) < 2:
         return ()
     least_s = _LEAST * median(of.baseline_s for of in ranks)
-    host_s = {of.rank: dict(of.host_s) for of in ranks}  # explained waits are subtracted
     # Only a task that all ranks measured can be compared between ranks.
-    reasons = [name for name in ranks[0].tasks if all(of.exposed(name) for of in ranks)]
-    explained: list[RankWait] = []
-    # Greedy: explain the longest wait, subtract it, and look again. A rank that waited in a
-    # collective shows a long time there, which must not count as the reason of somebody else's
-    # wait.
-    while True:
-        each = (_wait(of, name, ranks, host_s, collectives) for name in reasons for of in ranks)
-        # Shorter differences may be noise of the measurement.
-        waits = [w for w in each if w.waited.is_clear and w.waited.value_s > least_s]
-        if not waits:
-            return tuple(explained)
-        waits.sort(key=lambda wait: -wait.waited.value_s)
-        # Each task is the reason of waits only once, so the loop ends.
-        (reason,) = waits[0].longer_there
-        reasons.remove(reason)
-        for wait in (wait for wait in waits if reason in wait.longer_there):
-            explained.append(wait)
-            for name, seconds in wait.waits_in.items():
-                host_s[wait.rank][name] -= seconds
+    reasons = [
+        name
+        for name in ranks[0].tasks
+        if name not in collectives and all(of.exposed(name) for of in ranks)
+    ]
+    each = (_wait(of, name, ranks, collectives) for name in reasons for of in ranks)
+    # Shorter differences may be noise of the measurement.
+    waits = [w for w in each if w.waited.is_clear and w.waited.value_s > least_s]
+    return tuple(sorted(waits, key=lambda wait: -wait.waited.value_s))
 
 
 def _wait(
-    here: RankTimes,
-    name: str,
-    ranks: Sequence[RankTimes],
-    host_s: Mapping[int, Mapping[str, float]],
-    collectives: Sequence[str],
+    here: RankTimes, name: str, ranks: Sequence[RankTimes], collectives: Sequence[str]
 ) -> RankWait:
     """Return how long a rank waits because a task takes longer on another rank."""
-    last = max(ranks, key=lambda of: host_s[of.rank][name])
-    longer_s = host_s[last.rank][name] - host_s[here.rank][name]
+    own = here.tasks[name].thread
+    last = max(ranks, key=lambda of: of.tasks[name].thread.host_s)
+    there = last.tasks[name].thread
+    longer_s = there.host_s - own.host_s
     # The wait is limited by both: how much longer the task takes there, and how much less time this
     # rank spends in collectives without the task.
     less_s = {n: s for n, s in here.tasks[name].in_others_s.items() if n in collectives}
     all_s = sum(less_s.values())
     seconds = min(longer_s, all_s)
     part = seconds / all_s if all_s else 0.0
-    spread_s = math.hypot(*(of.tasks[name].thread.host.spread_s for of in (here, last)))
+    spread_s = math.hypot(own.host.spread_s, there.host.spread_s)
     return RankWait(
         rank=here.rank,
         waits_for=last.rank,

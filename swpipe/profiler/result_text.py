@@ -98,19 +98,17 @@ def _summary(result: Figures) -> str:
 def _exposed(result: Figures, name: str) -> tuple[str, str, str]:
     """Return a task's exposed time with its interval, its share of the step, and its own time.
 
-    A time that cannot be told apart from 0 is shown as "< x".
+    Of a time that cannot be told apart from 0, neither the share nor the own part is known.
     """
     exposed = result.exposures.get(name)
     if exposed is None:
         return "not measured" if name in result.measured else "", "", ""
-    is_below = 0 < exposed.spread_s >= exposed.value_s
-    # An iteration cannot get shorter by more than its own time.
-    most_s = min(exposed.value_s + exposed.spread_s * is_below, result.baseline_s)
-    share = f"{100 * most_s / result.baseline_s if result.baseline_s else 0.0:.1f}"
-    # A task's own part is not known if its exposed time is not.
-    if is_below:
-        return f"< {short_ms(most_s)}", f"< {share}", ""
-    return exposed.text, share, short_ms(result.own_s[name])
+    if exposed.spread_s and not exposed.is_clear:
+        # An iteration cannot get shorter by more than its own time.
+        most_s = min(exposed.value_s + exposed.spread_s, result.baseline_s)
+        return f"< {short_ms(most_s)}", "", ""
+    share = 100 * exposed.value_s / (result.baseline_s or 1.0)
+    return exposed.text, f"{share:.1f}", short_ms(result.own_s[name])
 
 
 # --------------------------------------------------------------------------------------- notes

@@ -29,7 +29,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from swpipe._distributed.rank_checks import gather, is_alone
@@ -49,9 +48,6 @@ less about the visits in the middle. On recorded iteration times, 2 to 4 had the
 
 ENOUGH = 5
 """From this many rounds on, a spread is known well enough to select kinds by it."""
-
-_MARGIN = 1.25
-"""A loader is never waited for if its batches come faster than iterations by this factor."""
 
 LEAST_ROUNDS = 2
 MAX_ROUNDS = 200
@@ -139,7 +135,6 @@ class Rounds:
         self.saved_s: dict[Kind, list[float]] = {}
         self.completed: list[list[Visit]] = []
         self.in_backward_s: dict[Kind, list[float]] = {}
-        self._rest_s: dict[Kind, float] = {}  # time of an iteration without the loader's call
         self.failed: dict[Kind, Exception] = {}
         self.interrupted = False
         self.other_load: OtherLoad | None = None
@@ -258,9 +253,6 @@ class Rounds:
         for kind, (measured, calls) in zip(order, visited, strict=True):
             steps_s = dict(zip(run.numbers[measured], seconds[measured], strict=True))
             timed.append(Visit(kind, observer.timed(steps_s, calls)))
-            if calls and not self.timer.pipelined:
-                calls_s = fmean(call.wall_s for call in calls)
-                self._rest_s[kind] = fmean(steps_s.values()) - calls_s
         return timed
 
     def _visit(self, run: TimedRun, kind: Kind) -> tuple[slice, list[HostRun]]:
@@ -275,12 +267,7 @@ class Rounds:
             length = timer.whole_cycles(length)
         elif length > 1:
             length += self._rng.choice((-1, 0, 1))
-        # A loader that is faster than the rest of an iteration keeps its queue full. Then the visit
-        # need not take away ready batches.
-        fast = pulls.rate_s * _MARGIN <= self._rest_s.get(kind, 0.0)
-        drain = pulls.has_loader and kind != PULL and not pulls.agreed(fast)
-        if drain:
-            length = pulls.in_turns(length)
+        length = pulls.in_turns(length)
         replayed = [kind] if kind not in (BASE, PULL) else []
         extra_s = 0.0
 
@@ -292,7 +279,7 @@ class Rounds:
 
         try:
             with self._shortcut(kind):
-                measured = run.iterate(timer.num_warmup, length, begin_to_measure, drain=drain)
+                measured = run.iterate(timer.num_warmup, length, begin_to_measure)
                 extra_s += timer.pipe.replay_in_backward_s(*replayed)
                 self.in_backward_s.setdefault(kind, []).append(extra_s / length)
                 # Drain before the shortcut changes: another rank might still run the collective

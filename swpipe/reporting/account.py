@@ -25,7 +25,7 @@ the steps of a pass.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -117,15 +117,11 @@ class Ceiling:
         step: The time of a step.
         floor_s: The least time of a step, in seconds.
         limit: What determines ``floor_s``, in words.
-        beside: The tasks that have to run at the same time as the limiting ones, longest first.
-        needs: What a plan has to do to reach it, in a sentence.
     """
 
     step: Estimate
     floor_s: float
     limit: str = ""
-    beside: tuple[str, ...] = ()
-    needs: str = ""
 
     @property
     def saved_s(self) -> float:
@@ -142,13 +138,13 @@ class Ceiling:
         """Whether the gain is distinct from 0 and large enough to matter."""
         return self.saved_s > self.step.spread_s and self.share >= WORTH
 
-    def after_trials(self, tried: Iterable[Estimate], shared: str) -> Ceiling:
-        """Return the ceiling that remains when promising plans saved nothing in their trials.
+    def after_trial(self, tried: Estimate, shared: str) -> Ceiling:
+        """Return the ceiling that remains when a promising plan saved nothing in its trial.
 
         ``shared`` is what the tasks most likely share, which no cost shows.
         """
-        # The trials are evidence that no plan of this kind saves more than the best of them.
-        saved_s = min(self.saved_s, max(0.0, *(saved.value_s for saved in tried)))
+        # The trial is evidence that no plan of this kind saves more.
+        saved_s = min(self.saved_s, max(0.0, tried.value_s))
         limit = f"what tasks share, most likely {shared.partition(',')[0].partition(':')[0]}"
         return Ceiling(self.step, self.step.value_s - saved_s, limit)
 
@@ -327,6 +323,8 @@ def _bound(
         named = listed(busy)
         why = f"Threads {named} are busy all the time: to save time, all have to do less."
         return "balanced", why
+    if not parts:
+        return "balanced", "It takes no time that could be measured."
     ranked = sorted(CAUSES, key=lambda cause: -shares[cause])
     most = ranked[0]
     if shares[most] < MOST:
@@ -371,35 +369,26 @@ def _ceiling(plan: PipelinePlan, profile: ProfileResult, *, streams: bool, cpu_s
     floor_s = bounds.ii_us / 1e6
     # The bound's text reads "resource: task, task alone"; its parts are needed separately.
     what, _, names = bounds.busiest.partition(": ")
-    limiting = names.removesuffix(" alone").split(", ")
+    longest = names.removesuffix(" alone").partition(", ")[0]
     limit = f"{what}: {listed(names.replace(PULL, f'the {LOADER}').split(', '), _NAMED)}"
     # A cycle of dependences bounds the step more than any resource does.
     if bounds.rec_mii_us > (1 + _SAME) * bounds.res_mii_us:
-        limiting = [*roles.recurring]
-        named = listed(limiting, 2 * _NAMED)
+        named = listed(roles.recurring, 2 * _NAMED)
         limit = f"{named}, which wait for each other across iterations"
-    elif limiting[0] in shared:
-        limit = f"{workers[limiting[0]]} threads: {limiting[0]}"
-    host_s = profile.host_s
-    others = sorted(host_s.keys() - limiting, key=lambda name: -host_s[name])
+    elif longest in shared:
+        limit = f"{workers[longest]} threads: {longest}"
     own_cores = max(1, cores() // ranks_on_machine())
     tasks_s = sum(task.thread.cpu_s for task in profile.tasks.values())
     on_cpu_s = max(cpu_s, tasks_s) / own_cores
-    named = listed([f"the {LOADER}" if name == PULL else name for name in others], _NAMED)
-    needs = f"To reach it, {named} must run beside that, on other threads." if named else ""
     # ``lower_bounds`` does not know the cores, the loader and the start of a pass. The first two
     # replace the limit if they are higher; the start is added at the end.
     if on_cpu_s > floor_s:
         floor_s = on_cpu_s
         limit = f"{counted(own_cores, 'core')} for all tasks"
-        others = []
-        needs = "To reach it, all cores have to be busy all the time."
     pace = profile.pace
     if pace.works_ahead and pace.rate_s > floor_s:
         floor_s = pace.rate_s
-        others = []
         limit = f"the loader, which makes a batch in {short_ms(pace.rate_s)} ms"
-        needs = "To reach it, the loader has to be called early enough, and never wait."
     # Noise can put the bound above the measured step; the gain is never negative.
     floor_s = min(floor_s + pace.start_s, profile.baseline_s)
-    return Ceiling(profile.step, floor_s, limit, (*others,), needs)
+    return Ceiling(profile.step, floor_s, limit)

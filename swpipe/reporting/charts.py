@@ -1,14 +1,13 @@
-"""The timelines of a report as an element of its page: a picture, or text without matplotlib."""
+"""The timeline of a report as an element of its page."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Mapping
 from dataclasses import replace
 
 from swpipe.program import SOURCES
 from swpipe.reporting.account import LOADER
-from swpipe.trace import Trace, format_stacked, svg_stacked
+from swpipe.trace import Trace
+from swpipe.trace.trace import html_of
 
 SHOWN = 4
 """The number of iterations that a timeline shows."""
@@ -19,19 +18,8 @@ def shown_name(task: str) -> str:
     return LOADER if task in SOURCES else task
 
 
-def timeline_chart(traces: Mapping[str, Trace]) -> str:
-    """Return timelines one below the other on a common scale, each under its heading.
-
-    They show the iterations ``Trace.steady(SHOWN)``.
-    """
+def timeline_chart(trace: Trace) -> str:
+    """Return the timeline of the iterations ``Trace.steady(SHOWN)``."""
     # The first and last iterations fill and drain the pipeline, so only steady ones are shown.
-    shown = {
-        heading: Trace(
-            replace(span, task=shown_name(span.task)) for span in trace.steady(SHOWN).spans
-        )
-        for heading, trace in traces.items()
-    }
-    try:
-        return svg_stacked(shown)
-    except ModuleNotFoundError:
-        return f"<pre>{html.escape(format_stacked(shown))}</pre>"
+    spans = trace.steady(SHOWN).spans
+    return html_of(Trace(replace(span, task=shown_name(span.task)) for span in spans))

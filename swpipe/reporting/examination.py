@@ -9,21 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, cycle, islice
-from pathlib import Path
-from typing import Any
+from itertools import chain, cycle
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from swpipe._values.fingerprint import same_bits
-from swpipe._values.stateful import PLAIN
-from swpipe._values.walk import leaves_in, tensors_held
 from swpipe.core.costs import CostModel
 from swpipe.core.effects import Declared
 from swpipe.core.loaders import unprepared
-from swpipe.core.messages import listed
-from swpipe.core.plan import PULL, PipelinePlan, StreamSpec, streams_of
+from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.task import PipelineTask
 from swpipe.device import resolve
 from swpipe.profiler import ProfileResult, measure_costs
@@ -33,19 +26,11 @@ from swpipe.reporting.finding import Finding
 from swpipe.reporting.waits import WaitRecorder, sync_debug
 from swpipe.tuning.autotuning import Loop
 
-_OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
-"""Directories whose code causes no findings: torch breaks graphs on purpose, and swpipe watches
-the loop.
-"""
-
 _WARM_UP = 2  # iterations in which torch allocates and compiles
 _WATCHED = 2
 _LOCKING = 3  # batches beside a thread that competes for the interpreter lock
 _SHARE = 0.05
 """The smallest fraction of a step that makes a finding."""
-
-_MOST_WORKERS = 16
-"""The most workers whose first batches are compared."""
 
 _LOCKED = 0.6
 """The fraction of its time from which on a task counts as holding the interpreter lock."""
@@ -56,7 +41,7 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
 
     Args:
         loop: The loop; its state is restored.
-        plan: The plan that the loop runs under, whose threads and streams are examined. The plan
+        plan: The plan that the loop runs under, whose threads and streams are counted. The plan
             is not run.
         profile: A profile of the same loop, for the findings about the loader.
 
@@ -90,54 +75,10 @@ def examine(loop: Loop, plan: PipelinePlan | None, profile: ProfileResult) -> tu
                 replace(finding, text=f"{finding.text}; {times / _WATCHED:g} per iteration")
                 for finding, times in recorder.findings.items()
             ),
-            _priority_findings(plan, recorder.computing) if plan and loop.has_streams else (),
-            _graph_breaks(),
             _loader_findings(profile),
-            _repeated_rows(loader, workers),
             _lock_findings(loop.tasks, costs, profile.baseline_s),
         )
     )
-
-
-def _priority_findings(plan: PipelinePlan, computing: set[str]) -> Iterator[Finding]:
-    entries = [entry for name, entry in plan.schedule.items() if name in computing]
-    streams = {entry.stream for entry in entries}
-    named = sorted(stream for stream in streams_of(entries) if isinstance(stream, str))
-    specs = [plan.streams.get(name, StreamSpec()) for name in named]
-    # Without a priority, a long kernel of the model delays the kernels of a side stream.
-    if len(streams) > 1 and named and not any(spec.priority for spec in specs):
-        text = (
-            f"kernels of {listed(named)} have the priority of all others: where those of the "
-            "model fill the device, they wait until one ends"
-        )
-        fix = f"PipelinePlan(streams={{{named[0]!r}: StreamSpec(priority=-1)}})"
-        yield Finding("stream-priority", "plan", text, fix)
-
-
-def _graph_breaks() -> Iterator[Finding]:
-    """Yield findings about all functions that torch has compiled in this process."""
-    # Only if torch.compile was used is the module loaded: importing it here would be slow.
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None:
-        return
-    broken = {
-        (metrics.co_filename, metrics.co_firstlineno)
-        for metrics in dynamo.get_compilation_metrics()
-        # torch 2.13 gives the function after a break this prefix; it has the position of the
-        # original function. ``get_compilation_metrics`` and ``counters`` are private to
-        # ``torch._dynamo.utils``.
-        if str(metrics.co_name).startswith("torch_dynamo_resume_in_")
-        and not any(map(Path(metrics.co_filename).is_relative_to, _OWN))
-    }
-    reasons = [
-        str(reason).partition("\n")[0]
-        for kind in ("unimplemented", "graph_break")
-        for reason in dynamo.counters.get(kind, ())
-    ]
-    for file, line in sorted(broken):
-        text = "torch.compile breaks the graph here: the host runs Python between the two parts"
-        fix = "torch.compile(fullgraph=True) says why; " + ("; ".join(reasons) or "no reason given")
-        yield Finding("graph-break", f"{file}:{line}", text, fix)
 
 
 def _loader_findings(profile: ProfileResult) -> Iterator[Finding]:
@@ -156,39 +97,6 @@ def _loader_findings(profile: ProfileResult) -> Iterator[Finding]:
         text = f"batches are made in this process, between two steps: {takes}, {how}"
         fix = "DataLoader(num_workers=1), or overlap(loader, tasks, pull_ahead=True) if it may"
         yield Finding("loader-in-process", "loader", text, fix)
-
-
-def _repeated_rows(loader: Any, workers: int) -> Iterator[Finding]:
-    """Find workers that all read the whole dataset, by comparing their first batches.
-
-    The workers' first batches come in rotation. They are all alike, and unlike the second batch
-    of the first worker.
-    """
-    if not 1 < workers <= _MOST_WORKERS or not isinstance(loader.dataset, IterableDataset):
-        return
-    first, *others = islice(loader, workers + 1)
-    if len(others) < workers:
-        return
-    # If the next batch of the same worker is alike too, all batches are, and nothing follows.
-    next_of_first = others.pop()
-    if all(_alike(first, other) for other in others) and not _alike(first, next_of_first):
-        text = (
-            f"each of its {workers} workers gives the same rows: an epoch has each {workers} times"
-        )
-        fix = (
-            "let __iter__ of the dataset give every num_workers-th row, by "
-            "torch.utils.data.get_worker_info(); or num_workers=1"
-        )
-        yield Finding("repeated-rows", "loader", text, fix)
-
-
-def _alike(batch: Any, other: Any) -> bool:
-    """Return whether two batches have the same tensors, bit by bit, and the same plain values."""
-    both = (batch, other)
-    values, others = ([v for v in leaves_in(each) if isinstance(v, PLAIN)] for each in both)
-    tensors = [[*tensors_held(each)] for each in both]
-    same_number = len(tensors[0]) == len(tensors[1])
-    return values == others and same_number and all(map(same_bits, *tensors))
 
 
 def _lock_findings(

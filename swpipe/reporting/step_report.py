@@ -69,35 +69,27 @@ class StepReport(StepAccount):
     Attributes:
         name: The name of the loop.
         plan: The plan that the loop runs under.
-        changes: At most three changes. Those that need only another plan come first; each of them
-            saved something when it was tried. The one that promises most is the first.
         profile: Exposed times.
         measured: The timeline of the same loop.
-        predicted: The timeline that the simulator predicts for the plan from the profile's costs;
-            None if the plan is too large.
-        predicted_s: The time of an iteration in ``predicted``, in seconds.
+        changes: At most three changes. Another plan comes first; it saved time when it was tried.
         findings: What keeps work from overlapping.
         rank: The rank that all else is about.
         machine: What it was measured on, in words: key to value.
-        not_kept: What plans saved that were tried and are not advised: name to time.
-        memory: What the iterations in flight hold at most, by the same simulation; None if nothing.
-        in_vain: Where plans that were promised to save time saved nothing: what tasks share most
-            likely, with the figures that tell; "" otherwise.
+        memory: What the iterations in flight hold at most, by a simulation; None if nothing.
+        in_vain: The plan that was promised to save time and saved nothing, what it saved, and what
+            tasks share most likely, with the figures that tell; "" if there is none.
         forecast: On several ranks, what of the step is waiting for the slowest, and would be on
             many; None where no task meets other ranks.
     """
 
     name: str
     plan: PipelinePlan
-    changes: tuple[PromisedChange, ...]
     profile: ProfileResult
     measured: Trace
-    predicted: Trace | None = None
-    predicted_s: float | None = None
+    changes: tuple[PromisedChange, ...] = ()
     findings: tuple[Finding, ...] = ()
     rank: int = 0
     machine: Mapping[str, str] = field(default_factory=dict)
-    not_kept: Mapping[str, Estimate] = field(default_factory=dict)
     memory: PeakMemory | None = None
     in_vain: str = ""
     forecast: RankForecast | None = None
@@ -124,7 +116,10 @@ class StepReport(StepAccount):
         if self.changes:
             return f"{capitalised(self.changes[0].advice.change)}."
         if self.ceiling.is_worth_it:
-            return "Measure longer, or say of more tasks what they touch."
+            return (
+                "Measure longer (rounds=20), declare what more of the tasks use, or let autotune "
+                "try plans (swpipe plan auto)."
+            )
         if len(busy := self.profile.limiting) > 1:
             return (
                 f"Overlap can gain nothing more. Make tasks of all of these faster: {listed(busy)}."
@@ -137,17 +132,15 @@ class StepReport(StepAccount):
 
     @property
     def why_no_plan(self) -> str:
-        """What the ceiling requires, and why no plan is advised that comes nearer; "" if one is."""
+        """Why no plan is advised that comes nearer to the ceiling; "" if one is."""
         if not self.ceiling.is_worth_it or any(change.advice.plan for change in self.changes):
             return ""
-        why = "No change to the plan promises more than its uncertainty."
-        # The tasks that would have to move are the most relevant, so their reasons come first.
-        reasons = {change.advice.task: change.advice.not_moved for change in self.changes}
-        for task in (*self.ceiling.beside, *reasons):
-            if reasons.get(task):
-                why = f"{capitalised(task)} is not moved: {reasons[task]}."
-                break
-        return " ".join([self.ceiling.needs, why, *([self._tried] if self.not_kept else [])])
+        # The first change is to the task that saves most. Others would have to run beside it, so
+        # the reasons why these stay come first.
+        ordered = (*self.changes[1:], *self.changes[:1])
+        reasons = [change.advice.not_moved for change in ordered if change.advice.not_moved]
+        uncertain = "no change to the plan promises more than its uncertainty"
+        return f"{capitalised(reasons[0] if reasons else uncertain)}."
 
     @property
     def pattern(self) -> str:
@@ -165,11 +158,6 @@ class StepReport(StepAccount):
             return f"The others wait for rank {self.rank}.{many}"
         longest = step_ends(ranks).rank
         return f"No rank waits for another; rank {longest} has the longest steps.{many}"
-
-    @property
-    def _tried(self) -> str:
-        tried = ", ".join(f"{name} {saved.text} ms" for name, saved in self.not_kept.items())
-        return f"Plans that were tried saved: {tried}."
 
     def format(self) -> str:
         """Return the verdict, the ceiling, the next step, and what keeps work from overlapping."""
@@ -210,7 +198,7 @@ class StepReport(StepAccount):
         else:
             yield f"ceiling: overlap can save nothing more; limited by {ceiling.limit}"
         if self.in_vain:
-            yield f"tried in vain: {self._tried} {self.in_vain}"
+            yield f"tried in vain: {self.in_vain}"
         if self.why_no_plan:
             yield f"no plan: {self.why_no_plan}"
         yield f"next step: {self.next_step}"
@@ -292,7 +280,7 @@ def page_of(report: StepReport) -> str:
         report=report,
         style=(place / "page.css").read_text(encoding="utf-8"),
         rows=list(_rows(report)),
-        timeline=timeline_chart(_timelines(report)),
+        timeline=timeline_chart(report.measured),
         shown=f"{min(SHOWN, iterations)} steady iterations of {iterations}",
         ranks=[("step", step_ends(ranks)), *host_ends(ranks).items()] if len(ranks) > 1 else [],
     )
@@ -351,12 +339,3 @@ def _note(report: StepReport, name: str, part_s: float) -> str:
     # The profile may know which tasks take less, or only that the step does.
     which = f" ({listed(others)})" if others else ""
     return f"removed, it saves more than its part: others{which} take less without it"
-
-
-def _timelines(report: StepReport) -> dict[str, Any]:
-    measured_s = report.measured.initiation_interval_s
-    took = "" if measured_s is None else f": {short_ms(measured_s)} ms per iteration"
-    traces = {f"measured{took}": report.measured}
-    if report.predicted is not None and report.predicted_s is not None:
-        traces[f"predicted: {short_ms(report.predicted_s)} ms per iteration"] = report.predicted
-    return traces

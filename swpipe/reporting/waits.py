@@ -22,7 +22,7 @@ import torch
 
 from swpipe._engine.observers import Observer
 from swpipe.device import Device, on_cpu
-from swpipe.inference.operators import COLLECTIVES, OperatorRecorder, tensors_of
+from swpipe.inference.operators import OperatorRecorder, tensors_of
 from swpipe.program import Instruction
 from swpipe.reporting.finding import Finding
 
@@ -50,14 +50,12 @@ class WaitRecorder(OperatorRecorder, Observer):  # type: ignore[no-untyped-call]
     Attributes:
         task: The task that runs.
         findings: Each finding with the number of its occurrences.
-        computing: Tasks that queued work other than copies on the device.
     """
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self.task = ""
         self.findings: Counter[Finding] = Counter()
-        self.computing: set[str] = set()
 
     def start(self, ins: Instruction, iteration: int) -> None:
         self.task = ins.task
@@ -72,12 +70,9 @@ class WaitRecorder(OperatorRecorder, Observer):  # type: ignore[no-untyped-call]
         # ``name()`` is "namespace::operator.overload".
         name = func.name().partition("::")[2].partition(".")[0]
         on_device = self._device.holds_work([*args, *kwargs.values()])
-        is_copy = name in _COPIES
-        # Copies, views and ``lift_fresh``, which wraps a new constant, compute nothing.
-        if on_device and not (is_copy or func.is_view or name == "lift_fresh"):
-            self.computing.add(self.task)
-        if is_copy:
+        if name in _COPIES:
             self._judge_copy(name, args, kwargs, result)
+        # ``lift_fresh`` wraps a new constant.
         elif on_device and name == "lift_fresh":
             self.add(UNPINNED, "a tensor is made of Python values, by a copy that blocks", _MADE)
         # Tags are torch's own declaration of which operators read values from the device.
@@ -85,9 +80,6 @@ class WaitRecorder(OperatorRecorder, Observer):  # type: ignore[no-untyped-call]
             self.add(SYNC, f"{_WAITS}, to read a value (item(), bool(), if): {name}", _KEEP)
         elif on_device and _shape_depends(func, name, args, kwargs):
             self.add(SHAPE, f"{_WAITS}, since a shape depends on values: {name}", _FIXED)
-        # A collective counts as work even if ``holds_work`` does not recognize its arguments.
-        if func.namespace in COLLECTIVES:
-            self.computing.add(self.task)
         return result
 
     def _judge_copy(

@@ -2,7 +2,7 @@
 
     io       ▌read 0████▌read 1▓▓▓▓░░░░░░▌read 2████
     default  ░░░░░░░░░░░▌train 0██████▌train 1▓▓▓▓▓▓
-             0 ms       10         20         30
+             0 ms                          34.000 ms
 
 A cell shows what its row did in the middle of the cell's time; shorter spans may not be visible.
 """
@@ -11,29 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
-from typing import NamedTuple
 
+from swpipe.core.messages import in_ms
 from swpipe.trace.span import Panel, Span, extent_ns, in_order, rows_of
 
 START = "▌"
 FILLS = "█▓"
 WAIT = "░"
-BESIDE = "·"
 IDLE = " "
 GAP = "  "
 MIN_CELLS = 20
 MIN_NAME = 2
 """The least number of letters to which task names are shortened."""
-MIN_TICK_CELLS = 8
-"""The least distance between two ticks of the time axis, in cells."""
-
-
-class _Item(NamedTuple):
-    """The content of a cell: a sign, and the span that begins with it, if any."""
-
-    sign: str
-    span: Span | None = None
 
 
 def chart(panels: Sequence[Panel], width: int = 100) -> str:
@@ -49,57 +38,37 @@ def chart(panels: Sequence[Panel], width: int = 100) -> str:
     if cells < MIN_CELLS:
         least = width - cells + MIN_CELLS
         raise ValueError(f"width {width} is too narrow: these rows need {least} columns")
-    cell_ns = max(1, *(extent_ns(panel.spans)[1] for panel in panels)) / cells
+    end_ns = max(1, *(extent_ns(panel.spans)[1] for panel in panels))
     lines: list[str] = []
     for panel in panels:
         lines += [panel.heading] if panel.heading else []
         for row, on_row in panel.by_row().items():
-            lines.append(row.label.ljust(margin) + GAP + _line(*on_row, cells, cell_ns))
-    lines.append(" " * margin + GAP + _axis(cells, cell_ns / 1e6))
+            lines.append(row.label.ljust(margin) + GAP + _line(on_row, cells, end_ns / cells))
+    zero = " " * margin + GAP + "0 ms"
+    lines.append(zero + in_ms(end_ns / 1e3).rjust(width - len(zero)))
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _line(spans: Sequence[Span], beside: Sequence[Span], cells: int, cell_ns: float) -> str:
+def _line(spans: Sequence[Span], cells: int, cell_ns: float) -> str:
     """Return the characters of one row."""
-    pieces = [(s.start_ns, s.end_ns, _Item(BESIDE)) for s in in_order(beside)]
+    line = [IDLE] * cells
     for span in in_order(spans):
-        pieces.append((span.start_ns - span.wait_ns, span.start_ns, _Item(WAIT)))
-        pieces.append((span.start_ns, span.end_ns, _Item(START, span)))
-    shown = []
-    for cell in range(cells):
-        middle_ns = (cell + 0.5) * cell_ns
-        # The last item counts: a task, rather than the wait before it.
-        items = [item for start_ns, end_ns, item in pieces if start_ns <= middle_ns < end_ns]
-        shown.append(items[-1] if items else _Item(IDLE))
-    return "".join(_box(item, len(list(run))) for item, run in groupby(shown))
+        # A cell belongs to a span if its middle does.
+        wait, start, end = (
+            max(0, math.ceil(at_ns / cell_ns - 0.5))
+            for at_ns in (span.start_ns - span.wait_ns, span.start_ns, span.end_ns)
+        )
+        line[wait:start] = WAIT * (start - wait)
+        line[start:end] = _box(span, end - start)
+    return "".join(line)
 
 
-def _box(item: _Item, cells: int) -> str:
+def _box(span: Span, cells: int) -> str:
     """Return the characters of one box: name and number, or the number, or neither."""
-    if item.span is None:
-        return item.sign * cells
     room = cells - len(START)
-    number = str(item.span.iteration)
+    number = str(span.iteration)
     text = number if room >= len(number) else ""
     if room > MIN_NAME + len(number):
-        text = f"{item.span.task[: room - len(number) - 1]} {number}"
-    # Neighbouring iterations alternate between two fills.
-    return START + text.ljust(room, FILLS[item.span.iteration % len(FILLS)])
-
-
-def _axis(cells: int, cell_ms: float) -> str:
-    """Return ticks at round milliseconds; the first one has the unit."""
-    least = MIN_TICK_CELLS * cell_ms
-    # The largest power of ten that is not wider than the least distance of two ticks.
-    power = 10.0 ** math.floor(math.log10(least))
-    # 1, 2 or 5 times a power of ten: the first distance that is wide enough.
-    step_ms = next(power * n for n in (1, 2, 5, 10) if n == 10 or power * n >= least)
-    places = max(0, -math.floor(math.log10(step_ms)))
-    line = "0 ms"
-    for tick in range(1, int(cells * cell_ms / step_ms) + 1):
-        mark = f"{tick * step_ms:.{places}f}"
-        at = round(tick * step_ms / cell_ms)
-        # A tick at the right edge may have no room for its figure.
-        if at + len(mark) <= cells:
-            line = line.ljust(at) + mark
-    return line
+        text = f"{span.task[: room - len(number) - 1]} {number}"
+    # Neighbouring iterations alternate between two fills. A box without a cell has no edge either.
+    return (START + text.ljust(room, FILLS[span.iteration % len(FILLS)]))[:cells]

@@ -55,7 +55,7 @@ def lanes(spans: Sequence[Span], arrows: Sequence[Arrow]) -> tuple[LaneTimes, ..
     begin_ns, end_ns = extent_ns(spans)
     causes = Causes(spans, arrows)
     times = []
-    for row, (on_row, _) in Panel("", in_order(spans)).by_row().items():
+    for row, on_row in Panel("", in_order(spans)).by_row().items():
         reached_ns = begin_ns
         waiting: Counter[str] = Counter()
         for span in on_row:

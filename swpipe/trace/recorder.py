@@ -10,7 +10,7 @@ Guarantees
     - Every thread writes to its own log. The recorder's lock protects the list of logs, and each
       log's lock protects the log from ``finish``; none of this needs the interpreter lock.
     - With ``last``, memory is bounded by that many iterations, however long the recording.
-    - Events are reused once the device has reached them, so the number of events is limited by the
+    - Events are dropped once the device has reached them, so the number of events is limited by the
       work in flight, not by the length of the trace.
 
 If recording starts while a task runs, the recorder may see only a part of its calls: ``start``
@@ -248,7 +248,6 @@ class _StreamLog:
         self._clock = clock
         self.spans: deque[Span] = deque()
         self._in_flight: deque[tuple[str, int, Row, Any, Any]] = deque()
-        self._pool: list[Any] = []
         self._open: Any | None = None
 
     def start(self) -> None:
@@ -279,7 +278,7 @@ class _StreamLog:
     def _mark(self) -> Any:
         """Return an event recorded on the current stream."""
         device = self._clock.device
-        event = self._pool.pop() if self._pool else device.new_event(timing=True)
+        event: Any = device.new_event(timing=True)
         event.record(device.current_stream())
         return event
 
@@ -290,5 +289,3 @@ class _StreamLog:
         # Times far from the base event are rounded to single precision; the duration is not.
         end_ns = start_ns + round(start.elapsed_time(end) * 1e6)
         self.spans.append(Span(task, iteration, row, start_ns, end_ns))
-        # Both events are reached and read, so they can be recorded again.
-        self._pool += (start, end)

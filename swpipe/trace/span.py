@@ -83,20 +83,15 @@ def rows_of(spans: Iterable[Span]) -> tuple[Row, ...]:
 
 
 class Panel(NamedTuple):
-    """One of several timelines; spans of other iterations, in ``beside``, are drawn in grey."""
+    """One of several timelines, with its heading."""
 
     heading: str
     spans: Sequence[Span]
-    beside: Sequence[Span] = ()
 
-    def by_row(self) -> dict[Row, tuple[list[Span], list[Span]]]:
-        """Return each row with its spans and those of ``beside``, in the order of ``rows_of``."""
+    def by_row(self) -> dict[Row, list[Span]]:
+        """Return each row with its spans, in the order of ``rows_of``."""
         return {
-            row: (
-                [span for span in self.spans if span.row == row],
-                [span for span in self.beside if span.row == row],
-            )
-            for row in rows_of(self.spans)
+            row: [span for span in self.spans if span.row == row] for row in rows_of(self.spans)
         }
 
     def from_zero(self) -> Panel:
@@ -105,7 +100,8 @@ class Panel(NamedTuple):
         begin_ns, _ = extent_ns(self.spans)
 
         # Waits need no move: they are lengths, not times.
-        def moved(span: Span) -> Span:
-            return replace(span, start_ns=span.start_ns - begin_ns, end_ns=span.end_ns - begin_ns)
-
-        return Panel(self.heading, [*map(moved, self.spans)], [*map(moved, self.beside)])
+        moved = [
+            replace(span, start_ns=span.start_ns - begin_ns, end_ns=span.end_ns - begin_ns)
+            for span in self.spans
+        ]
+        return Panel(self.heading, moved)

@@ -16,7 +16,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,8 @@ class StepTimes(Observer):
 
     Args:
         *sinks: Where reports go. A path: a line of JSON each. An object with TensorBoard's
-            ``add_scalar``, or a meter of OpenTelemetry with ``create_gauge``. A function that is
-            called as ``wandb.log`` is: with the values, their names after "swpipe/", and ``step=``.
+            ``add_scalar``. A function that is called as ``wandb.log`` is: with the values, their
+            names after "swpipe/", and ``step=``.
         every: Steps between two reports.
         last: Of how many steps the percentiles are.
 
@@ -136,19 +135,11 @@ def _writer(sink: Any) -> Callable[[dict[str, float], int], object]:
         return lambda values, step: [
             sink.add_scalar(f"swpipe/{name}", value, step) for name, value in values.items()
         ]
-    if hasattr(sink, "create_gauge"):
-
-        @cache
-        def gauge(name: str) -> Any:
-            return sink.create_gauge(f"swpipe.{name}", unit="ms" if name.endswith("_ms") else "")
-
-        return lambda values, step: [gauge(name).set(value) for name, value in values.items()]
     if callable(sink):
         # Called by its own signature: wandb.log takes the step by name.
         return lambda values, step: sink(
             {f"swpipe/{name}": value for name, value in values.items()}, step=step
         )
     raise TypeError(
-        f"{sink!r} is no sink: give a path, an object with add_scalar or create_gauge, or a "
-        "function(values, step=)"
+        f"{sink!r} is no sink: give a path, an object with add_scalar, or a function(values, step=)"
     )

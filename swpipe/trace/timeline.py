@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BESIDE = "#E6E6E6"
 HATCHED: Any = {"facecolor": "white", "edgecolor": LINE, "hatch": "/////", "linewidth": 0}
 
 MOST_ROWS = 100
@@ -77,7 +76,7 @@ def _drawn(panels: Sequence[Panel], title: str | None) -> Iterator[Figure]:
     """Yield a figure with the timelines."""
     panels = [panel.from_zero() for panel in panels]
     tops, headings, end = _layout(panels)
-    spans = sum(len(panel.spans) + len(panel.beside) for panel in panels)
+    spans = sum(len(panel.spans) for panel in panels)
     if len(tops) > MOST_ROWS or spans > MOST_SPANS:
         raise ValueError(
             f"{len(tops)} rows and {spans} spans do not fit a picture, which has at most "
@@ -98,7 +97,7 @@ def _drawn(panels: Sequence[Panel], title: str | None) -> Iterator[Figure]:
         ms_per_pt = span_ms / (axes.get_window_extent().width * 72 / figure.dpi)
         for number, panel in enumerate(panels):
             for row, on_row in panel.by_row().items():
-                _draw_row(axes, tops[number, row], *on_row, ms_per_pt)
+                _draw_row(axes, tops[number, row], on_row, ms_per_pt)
         _draw_legend(figure, panels, ms_per_pt)
         yield figure
 
@@ -127,24 +126,19 @@ def _layout(
     return tops, headings, end
 
 
-def _draw_row(
-    axes: Axes, top: float, spans: Sequence[Span], beside: Sequence[Span], ms_per_pt: float
-) -> None:
-    """Draw waits, then the spans beside, then the boxes with their text."""
+def _draw_row(axes: Axes, top: float, spans: Sequence[Span], ms_per_pt: float) -> None:
+    """Draw waits, then the boxes with their text."""
     # swpipe's own tasks are drawn only if they are wide enough to be seen.
     spans = [s for s in spans if s.task not in OWN or s.duration_ns > 1e6 * ms_per_pt]
     waits = [((s.start_ns - s.wait_ns) / 1e6, s.wait_ns / 1e6) for s in spans]
     # Thinner hatching would look like a line.
     waits = [wait for wait in waits if wait[1] > 2 * ms_per_pt]
     axes.broken_barh(waits, (top + BOX / 4, BOX / 2), **HATCHED)
-    for boxes, colors in (
-        (beside, [BESIDE] * len(beside)),
-        (spans, [_color(span.iteration) for span in spans]),
-    ):
-        bars = [(span.start_ns / 1e6, span.duration_ns / 1e6) for span in boxes]
-        # A white edge separates neighbours, but would cover a thin box.
-        edges = [1.0 if width_ms > 4 * ms_per_pt else 0.0 for _, width_ms in bars]
-        axes.broken_barh(bars, (top, BOX), facecolors=colors, edgecolor="white", linewidths=edges)
+    bars = [(span.start_ns / 1e6, span.duration_ns / 1e6) for span in spans]
+    # A white edge separates neighbours, but would cover a thin box.
+    edges = [1.0 if width_ms > 4 * ms_per_pt else 0.0 for _, width_ms in bars]
+    colors = [_color(span.iteration) for span in spans]
+    axes.broken_barh(bars, (top, BOX), facecolors=colors, edgecolor="white", linewidths=edges)
     for span in spans:
         x_ms = (span.start_ns + span.end_ns) / 2e6
         room_pt = span.duration_ns / 1e6 / ms_per_pt
@@ -191,8 +185,6 @@ def _draw_legend(figure: Figure, panels: Sequence[Panel], ms_per_pt: float) -> N
         keys = [Patch(facecolor=_color(i), label=f"iteration {i}") for i in iterations]
     if any(span.wait_ns > 2e6 * ms_per_pt for span in spans):
         keys.append(Patch(label="waiting", **HATCHED))
-    if any(panel.beside for panel in panels):
-        keys.append(Patch(facecolor=BESIDE, label="other iterations"))
     figure.legend(
         handles=keys, loc="outside lower right", ncols=len(keys) or 1, frameon=False,
         fontsize=SMALL_SIZE, labelcolor=FAINT, borderpad=0, handlelength=1.2,

@@ -6,7 +6,7 @@ import html
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -50,7 +50,8 @@ class Trace(Rows):
 
     Attributes:
         spans: The recorded spans, by start; empty until the ``with`` block of a recording ends.
-        beside: Spans of other iterations in the same time; drawn in grey, not part of the record.
+        beside: The parts of other iterations' spans in the same time. They are drawn, but are not
+            part of the record.
         arrows: The plan's dependences; saved with the spans.
     """
 
@@ -85,9 +86,13 @@ class Trace(Rows):
                 + (f"{have[0]} to {have[-1]}" if have else "none")
             )
         begin_ns, end_ns = extent_ns(wanted)
-        # A window of a window keeps the grey spans that still overlap.
+        # A window of a window keeps the other spans that still overlap.
         others = {*self.spans, *self.beside}.difference(wanted)
-        beside = [span for span in others if span.end_ns > begin_ns and span.start_ns < end_ns]
+        beside = [
+            replace(span, start_ns=max(span.start_ns, begin_ns), end_ns=min(span.end_ns, end_ns))
+            for span in others
+            if span.end_ns > begin_ns and span.start_ns < end_ns
+        ]
         return Trace(wanted, beside=beside, arrows=self.arrows)
 
     def steady(self, count: int = 4) -> Trace:
@@ -211,13 +216,7 @@ class Trace(Rows):
         """Return the timeline of a few iterations and the summary, for a notebook."""
         if not self.spans:
             return super()._repr_html_()
-        shown = self.steady()
-        try:
-            drawn = svg_stacked({"": shown})
-        except ModuleNotFoundError:
-            # Without matplotlib, the timeline is drawn with characters.
-            drawn = f"<pre>{html.escape(shown.format())}</pre>"
-        return drawn + super()._repr_html_()
+        return html_of(self.steady()) + super()._repr_html_()
 
     def format_summary(self) -> str:
         """Return the rows' and tasks' times, the critical path and the initiation interval."""
@@ -288,6 +287,14 @@ def svg_stacked(traces: Mapping[str, Trace]) -> str:
     return timeline.svg(_panels(traces))
 
 
+def html_of(trace: Trace) -> str:
+    """Draw a trace as an ``<svg>`` element, or with characters where there is no matplotlib."""
+    try:
+        return svg_stacked({"": trace})
+    except ModuleNotFoundError:
+        return f"<pre>{html.escape(trace.format())}</pre>"
+
+
 def _panels(traces: Mapping[str, Trace]) -> list[Panel]:
     """Return one panel per trace."""
-    return [Panel(heading, trace.spans, trace.beside) for heading, trace in traces.items()]
+    return [Panel(heading, [*trace.spans, *trace.beside]) for heading, trace in traces.items()]

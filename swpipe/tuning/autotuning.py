@@ -11,6 +11,7 @@ On several ranks, all ranks do the same steps and use the findings of all of the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,7 @@ from swpipe.planning.modulo.auto import auto_plan, beside_the_others
 from swpipe.planning.ranks import Ranks
 from swpipe.planning.simulation.simulator import peak_of, simulate
 from swpipe.profiler import measure_costs, measure_memory
-from swpipe.profiler.measure import Pulls, WindowTimer, length_of
+from swpipe.profiler.measure import Pulls, WindowTimer
 from swpipe.profiler.memory_use import ITERATIONS as MEMORY_ITERATIONS
 from swpipe.profiler.other_load import OtherLoad, disturbance, load_so_far
 from swpipe.profiler.sampling import MOST, Sample
@@ -125,11 +126,10 @@ class Loop:
         batches: The batches of the loop; a ``Sample`` of them is measured.
         device: See ``SWPipeline``.
         like: A plan from which tasks take their streams and their global order.
-        over_ranks: Takes this rank's value and returns the values of all ranks; a collective. None
-            for torch.distributed's default group, if there is one.
         progress: Called with one line before each step.
         context: As for ``SWPipeline``.
         loader: What training takes its batches from; None if a batch costs nothing.
+        pulls: The calls of ``loader``, whose pace is measured once.
         budget: What measuring may take.
         memory: What the tasks hold; costs that are measured have it, too.
         apart: What training takes its batches from is known to be apart from the loop.
@@ -141,10 +141,10 @@ class Loop:
     batches: Any
     device: Device | torch.device | str | None = None
     like: PipelinePlan | None = None
-    over_ranks: Callable[[Any], list[Any]] | None = None
     progress: Callable[[str], object] = lambda line: None
     context: type[TypedContext] | None = None
     loader: Iterable[Any] | None = None
+    pulls: Pulls = field(init=False)
     budget: Budget = field(default_factory=Budget)
     memory: TaskMemory | None = None
     apart: bool = True
@@ -154,14 +154,11 @@ class Loop:
     def __post_init__(self) -> None:
         # A frozen dataclass allows this assignment only through ``object``.
         object.__setattr__(self, "batches", Sample.of(self.batches))
+        object.__setattr__(self, "pulls", Pulls(self.loader))
 
     def agreed(self) -> Loop:
         """Return the loop with the same number of batches on all ranks."""
-        return replace(self, batches=Sample.of(self.batches, min(self.gather(len(self.batches)))))
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
-        return (self.over_ranks or gather)(value)
+        return replace(self, batches=Sample.of(self.batches, min(gather(len(self.batches)))))
 
     @property
     def has_streams(self) -> bool:
@@ -174,24 +171,21 @@ class Loop:
             plan, self.tasks, device=self.device, context=self.context, check_effects=False
         )
 
-    def announce(self, line: str) -> None:
-        """Announce the next step, on the bar too."""
-        self.budget.bar.set_description(line)
-        self.progress(line)
-
     def predicted_us(self, plan: PipelinePlan, costs: CostModel) -> float:
         """Return the interval of a plan that the simulator predicts."""
         return simulate(plan, costs, streams=self.has_streams).ii_us
 
     def admits(self, plan: PipelinePlan, costs: CostModel, max_bytes: int | None) -> bool:
         """Return whether a plan holds at most ``max_bytes``."""
-        held = peak_of(plan, costs, streams=self.has_streams)
         # Without a limit, or if memory was not measured, any plan is admitted.
-        return max_bytes is None or held is None or held.bytes <= max_bytes
+        if max_bytes is None:
+            return True
+        held = peak_of(plan, costs, streams=self.has_streams)
+        return held is None or held.bytes <= max_bytes
 
     def record(self) -> Recording:
         """Record two serial iterations: what the tasks touch, on any rank."""
-        self.announce("recording what the tasks touch")
+        self.progress("recording what the tasks touch")
         with self.budget.spending(_RECORDED):
             own = record(
                 self.tasks,
@@ -205,12 +199,12 @@ class Loop:
         effects = with_the_others(own.effects, own.effects[BODY], apart=self.apart, body=True)
         own = replace(own, effects=effects)
         # Tasks are functions, which cannot be sent to other ranks; names suffice.
-        return own.together(self.gather(replace(own, tasks=())))
+        return own.together(gather(replace(own, tasks=())))
 
     def measure(self, plan: PipelinePlan, until: float = 1.0) -> CostModel:
         """Measure the tasks' costs while ``plan`` runs, by a fraction of the time limit."""
         budget = self.budget
-        self.announce("measuring what the tasks cost")
+        self.progress("measuring what the tasks cost")
         windows = _WINDOWS + 2 * self.has_streams
         window = budget.window(windows, until, self.through())
         batches = Sample.of(self.batches, self._cycle(window))
@@ -221,10 +215,10 @@ class Loop:
                 *window,
                 pipelined=plan.depth > 1,
                 state=self.state,
-                loader=self.loader,
+                loader=self.pulls,
             )
         # The mean over ranks, for the reason given in the module's docstring.
-        mean = CostModel.mean(self.gather(own))
+        mean = CostModel.mean(gather(own))
         return replace(mean, memory=self.memory)
 
     def measure_memory(
@@ -235,7 +229,7 @@ class Loop:
         ``keep`` is that of the plan. ``effects`` are used for tasks that do not declare what they
         use.
         """
-        self.announce("measuring what the tasks hold")
+        self.progress("measuring what the tasks hold")
         with self.budget.spending(MEMORY_ITERATIONS):
             own = measure_memory(
                 self.tasks,
@@ -248,11 +242,10 @@ class Loop:
             )
         names = [task.name for task in self.tasks]
         # A single plan serves all ranks, so the rank with the largest peak decides.
-        everyone: list[TaskMemory] = self.gather(own)
-        return max(everyone, key=lambda memory: memory.serial_peak(names))
+        return max(gather(own), key=lambda memory: memory.serial_peak(names))
 
     def try_round(
-        self, plans: Mapping[str, PipelinePlan], turn: int, loader: Any, window: Window
+        self, plans: Mapping[str, PipelinePlan], turn: int, window: Window
     ) -> dict[str, float]:
         """Run plans alternately, and return the seconds of each on the slowest rank.
 
@@ -263,19 +256,17 @@ class Loop:
         ordered = dict(reversed([*plans.items()])) if turn % 2 else plans
         batches = self.batches.section(turn, self._cycle(window))
         # A step ends on all ranks together, so the slowest rank sets its time.
-        all_s = self.gather(self._time(ordered, batches, loader, window))
+        all_s = gather(self._time(ordered, batches, window))
         return {name: max(rank_s[name] for rank_s in all_s) for name in plans}
 
     def _time(
         self,
         plans: Mapping[str, PipelinePlan],
         batches: Sequence[Any],
-        loader: Any,
         window: Window,
     ) -> dict[str, float]:
         """Run a window of each plan, and return the mean seconds of its iterations."""
-        pulls = Pulls.of(loader)
-        pulls.measure()
+        self.pulls.measure()
         means_s = {}
         # All pipelines stay open during the trial, so that no window includes the start of threads.
         # The state is the same for all plans, since they run the same tasks.
@@ -283,7 +274,7 @@ class Loop:
             pipes = {name: stack.enter_context(self.opened(plan)) for name, plan in plans.items()}
             saved = trial_state(next(iter(pipes.values())), batches[0], self.state)
             for name, pipe in pipes.items():
-                timer = WindowTimer(pipe, batches, None, *window, pipelined=True, pulls=pulls)
+                timer = WindowTimer(pipe, batches, None, *window, pipelined=True, pulls=self.pulls)
                 # Each window starts from the saved state, or later plans would train on what
                 # earlier ones left.
                 with saved.trial(), borrowed(pipe):
@@ -292,13 +283,13 @@ class Loop:
 
     def through(self, fits: int = MOST) -> Window:
         """Return a window through the batches, and through a pass of the loader if that fits."""
-        length = length_of(self.loader)
+        length = self.pulls.length
         return Window().through(length if 0 < length <= fits else min(len(self.batches), fits))
 
     def _cycle(self, window: Window) -> int:
         """Return the number of batches that a window uses cyclically."""
         # If a window is a whole pass, the batches must divide it, or some would come more often.
-        if length_of(self.loader) == window.num_measure:
+        if self.pulls.length == window.num_measure:
             return int(self.batches.dividing(window.num_measure))
         return window.num_measure
 
@@ -330,7 +321,7 @@ def autotune(
     ranks: Ranks | None = None,
     seconds: float | None = 60.0,
 ) -> Tuned:
-    """Choose a plan for a loop by trial, and say why; standard error has the progress.
+    """Choose a plan for a loop by trial, and say why; standard error has a line for each step.
 
     The serial plan, the ready-made plans and up to two planned ones are run alternately. The
     simplest plan (serial, then ready-made, then planned) is chosen, unless another is faster by
@@ -373,6 +364,7 @@ def autotune(
         loader=loader,
         apart=is_apart(batches if loader is None else loader),
         ranks=ranks,
+        progress=lambda line: sys.stderr.write(f"autotune: {line}\n"),
     )
     return tune(loop, limits or Limits(), ready_made, seconds)
 
@@ -384,47 +376,42 @@ def tune(
     seconds: float | None = None,
 ) -> Tuned:
     """Choose a plan for a loop with more facts than ``autotune`` takes; see ``autotune``."""
-    # Rank 0 decides in questions of time, since clocks differ.
-    budget = Budget(seconds, verbose=True, agree=lambda own: float(loop.gather(own)[0]))
+    budget = Budget(seconds)
     loop = replace(loop, budget=budget)
     load = load_so_far()
-    with budget.bar:
-        # An estimate of the iterations after the recording, for the bar.
-        usual = loop.through().iterations
-        budget.expect((2 * _WINDOWS + _ROUNDS * (3 + len(ready_made))) * usual)
-        loop = loop.agreed()
-        recording = loop.record()
-        if clause := disturbance(load and load.others()):
-            loop.announce(clause)
-        # The recording has found the state to restore, so later steps need not look for it.
-        loop = replace(loop, state=recording.owners)
-        loop = replace(loop, memory=loop.measure_memory())
-        inferred = loop.inferred_plan(recording)
-        alone = loop.measure(inferred, _MEASURED_BY)
-        costs = alone
-        planned = [_planned(PLANNED, loop, inferred, recording, costs, limits)]
-        if planned[0].plan.depth > 1 and budget.allows(0, _MEASURED_BY):
-            # Tasks that run side by side slow each other down, so costs are measured once more
-            # under the plan, and a second plan is made from them.
-            costs = loop.measure(planned[0].plan, _AGAIN_BY)
-            planned.append(_planned(PLANNED_AGAIN, loop, inferred, recording, costs, limits))
-        # Costs do not say which tasks wait and which compute. Those that compute need no more
-        # workers than the cores of rank 0, whose plan is used.
-        workers = loop.gather(cores())[0]
-        if any(each.plan.most_workers > workers for each in planned):
-            name = f"{PLANNED}, {counted(workers, 'worker')}"
-            fewer = replace(limits, workers=workers)
-            planned.insert(0, _planned(name, loop, inferred, recording, costs, fewer))
-        simple, left_out = _simple(loop, recording, costs, limits, ready_made)
-        # The order is that of simplicity, which decides between candidates that are equally fast.
-        candidates = _try(loop, (*simple, *planned))
+    loop = loop.agreed()
+    recording = loop.record()
+    if clause := disturbance(load and load.others()):
+        loop.progress(clause)
+    # The recording has found the state to restore, so later steps need not look for it.
+    loop = replace(loop, state=recording.owners)
+    loop = replace(loop, memory=loop.measure_memory())
+    inferred = loop.inferred_plan(recording)
+    alone = loop.measure(inferred, _MEASURED_BY)
+    costs = alone
+    planned = [_planned(PLANNED, loop, inferred, recording, costs, limits)]
+    if planned[0].plan.depth > 1 and budget.allows(0, _MEASURED_BY):
+        # Tasks that run side by side slow each other down, so costs are measured once more
+        # under the plan, and a second plan is made from them.
+        costs = loop.measure(planned[0].plan, _AGAIN_BY)
+        planned.append(_planned(PLANNED_AGAIN, loop, inferred, recording, costs, limits))
+    # Costs do not say which tasks wait and which compute. Those that compute need no more
+    # workers than the cores of rank 0, whose plan is used.
+    workers = gather(cores())[0]
+    if any(each.plan.most_workers > workers for each in planned):
+        name = f"{PLANNED}, {counted(workers, 'worker')}"
+        fewer = replace(limits, workers=workers)
+        planned.insert(0, _planned(name, loop, inferred, recording, costs, fewer))
+    simple, left_out = _simple(loop, recording, costs, limits, ready_made)
+    # The order is that of simplicity, which decides between candidates that are equally fast.
+    candidates = _try(loop, (*simple, *planned))
     if loop.ranks is not None:
         candidates = on_ranks(
             candidates,
             costs,
             loop.ranks,
             inferred,
-            tried_on=len(loop.gather(0)),
+            tried_on=len(gather(0)),
             streams=loop.has_streams,
         )
     chosen = choose(candidates)
@@ -471,9 +458,7 @@ def _planned(
         plan = deeper
         why = (*why, "One more iteration in flight evens out batches that take longer.")
     # Every rank needs the same plan, whatever its own planner found.
-    own = Candidate(name, plan, loop.predicted_us(plan, costs), why)
-    first: Candidate = loop.gather(own)[0]
-    return first
+    return gather(Candidate(name, plan, loop.predicted_us(plan, costs), why))[0]
 
 
 def _simple(
@@ -521,7 +506,7 @@ def keeps_order(loop: Loop, recording: Recording, plan: PipelinePlan) -> bool:
 def _try(loop: Loop, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Run all candidates in each round, in an order that alternates."""
     budget = loop.budget
-    loop.announce(f"trying {', '.join(candidate.name for candidate in candidates)}")
+    loop.progress(f"trying {', '.join(candidate.name for candidate in candidates)}")
     plans = {candidate.name: candidate.plan for candidate in candidates}
     rounds_s: list[dict[str, float]] = []
     window = budget.window(_ROUNDS * len(plans), 1.0, loop.through())
@@ -530,9 +515,8 @@ def _try(loop: Loop, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         # Two rounds are needed for a spread, so they run even beyond the limit.
         if turn >= _LEAST_ROUNDS and not budget.allows(each):
             break
-        budget.expect((_ROUNDS - turn) * each)
         with budget.spending(each):
-            rounds_s.append(loop.try_round(plans, turn, loop.loader, window))
+            rounds_s.append(loop.try_round(plans, turn, window))
     return tuple(
         replace(candidate, rounds_us=tuple(1e6 * took_s[candidate.name] for took_s in rounds_s))
         for candidate in candidates

@@ -1,4 +1,4 @@
-"""The time that tuning takes: a progress bar with an estimate, and a limit.
+"""The time that tuning takes, and a limit to it.
 
     record            a batch is measured      planned             a round of the trial
     |== iterations ==|== iterations ==| ... |== no iterations ==|== iterations ==| ...
@@ -11,12 +11,12 @@ parts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from swpipe._distributed.rank_checks import gather
 from swpipe.core.messages import in_ms
-from swpipe.core.progress import progress_bar
 
 _MOST = 48
 """The maximum number of iterations of a window: enough for events in every tenth or sixteenth
@@ -45,33 +45,18 @@ class Budget:
 
     Args:
         seconds: The limit; None for no limit.
-        verbose: Whether to show a progress bar on standard error.
-        agree: Returns the value that all ranks use in place of this rank's value. The clocks of
-            ranks differ, but all ranks must run the same number of iterations. Called only if
-            there is a limit.
-
-    Attributes:
-        bar: A context manager, which shows the remaining iterations.
 
     Raises:
         ValueError: ``seconds`` is not above 0.
     """
 
-    def __init__(
-        self,
-        seconds: float | None = None,
-        *,
-        verbose: bool = False,
-        agree: Callable[[float], float] = lambda value: value,
-    ) -> None:
+    def __init__(self, seconds: float | None = None) -> None:
         if seconds is not None and not seconds > 0:
             raise ValueError(f"seconds is {seconds!r}: give a number greater than 0")
         self.seconds = seconds
-        self._agree = agree
         self._begin_s = time.monotonic()
         self._ran = 0
         self._ran_s = 0.0
-        self.bar = progress_bar("tuning", " iterations", shown=verbose, leave=False)
 
     @property
     def took_s(self) -> float:
@@ -83,12 +68,6 @@ class Budget:
         """Mean seconds of an iteration so far; 0 before the first one."""
         return self._ran_s / self._ran if self._ran else 0.0
 
-    def expect(self, iterations: int) -> None:
-        """Set the number of iterations that remain, from which the bar estimates the time."""
-        # The total changes while the bar runs, since later parts depend on what earlier ones found.
-        self.bar.total = self._ran + iterations
-        self.bar.refresh()
-
     @contextmanager
     def spending(self, iterations: int) -> Iterator[None]:
         """Count ``iterations`` iterations, which run inside the block, and their time."""
@@ -97,7 +76,6 @@ class Budget:
         yield
         self._ran_s += time.monotonic() - begin_s
         self._ran += iterations
-        self.bar.update(iterations)
 
     def window(self, windows: int, until: float, usual: Window | None = None) -> Window:
         """Return the length of each of ``windows`` windows, so that all of them end in time.
@@ -112,9 +90,9 @@ class Budget:
             return usual
         left_s = max(0.0, until * self.seconds - self.took_s)
         took_s = windows * self.iteration_s
-        # ``agree`` is a collective: every rank calls it at the same places, since the branches
-        # above depend on the limit alone, which is the same on all ranks.
-        each = int(self._agree(left_s / took_s if took_s else usual.iterations))
+        # The clocks of ranks differ, but all run the same number of iterations: that of rank 0.
+        # Every rank comes here, since the branches above depend on the limit alone.
+        each = int(gather(left_s / took_s if took_s else usual.iterations)[0])
         # A short window has a single warm-up iteration, to measure as many as possible.
         return usual if each >= usual.iterations else Window(1, max(1, each - 1))
 
@@ -123,7 +101,7 @@ class Budget:
         if self.seconds is None:
             return True
         then_s = self.took_s + iterations * self.iteration_s
-        return self._agree(then_s) <= until * self.seconds
+        return gather(then_s)[0] <= until * self.seconds
 
     def outcome(self) -> tuple[str, ...]:
         """Return a sentence if tuning took clearly longer than its limit, and why; else nothing."""

@@ -128,7 +128,8 @@ def test_two_ranks_make_one_plan(scripts: Scripts, here: Path) -> None:
         r"^(?:auto: )?[\d.]+ ms per iteration, \d+ iterations? in flight", done.out, re.MULTILINE
     )
     assert "auto: expected " in done.out
-    assert done.err.splitlines().count("recording what the tasks touch") == 1
+    told = "my_ranked_loop:loop: recording what the tasks touch"
+    assert done.err.splitlines().count(told) == 1
 
 
 @pytest.mark.slow

@@ -30,21 +30,21 @@ def test_sleeping_blocks_and_computing_does_not(host: TimedHost) -> None:
     run(host, seen, 0, sleeps_s=0.05)
     for iteration in range(1, 6):
         run(host, seen, iteration)
-    sleep, spin = times_of([seen.timed(dict.fromkeys(range(1, 6), 0.03), [])]).values()
+    sleep, spin = times_of(seen.timed(dict.fromkeys(range(1, 6), 0.03), [])).values()
     assert (sleep.host_s, spin.host_s) == pytest.approx((0.01, 0.02))
     assert (sleep.cpu_s, spin.cpu_s) == pytest.approx((0.0, 0.02))
     assert (sleep.blocked_s, spin.blocked_s) == pytest.approx((0.01, 0.0))
     assert spin.each_s == pytest.approx([0.02] * 5)
 
 
-def test_the_error_of_a_single_visit_is_that_of_its_parts(host: TimedHost) -> None:
+def test_the_error_of_successive_runs_is_that_of_their_parts(host: TimedHost) -> None:
     """Equal runs have none, and a single run one as large as the run."""
     seen = HostObserver(["sleep", "spin"])
     for iteration in range(8):
         run(host, seen, iteration)
-    every = [seen.timed(dict.fromkeys(range(8), 0.03), [])]
+    every = seen.timed(dict.fromkeys(range(8), 0.03), [])
     assert times_of(every)["spin"].error_s == pytest.approx(0)
-    assert times_of([every[0][:1]])["spin"].error_s == pytest.approx(0.02)
+    assert times_of(every[:1])["spin"].error_s == pytest.approx(0.02)
     assert times_of(every)["spin"].host.is_clear
 
 
@@ -55,7 +55,7 @@ def test_a_coarse_cpu_clock_gives_no_negative_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks)))
     seen.start(ON["sleep"], 0)
     seen.stop(ON["sleep"], 0)
-    assert times_of([seen.timed({0: 0.0}, [])])["sleep"].blocked_s == 0.0
+    assert times_of(seen.timed({0: 0.0}, []))["sleep"].blocked_s == 0.0
 
 
 def test_a_wait_for_a_core_that_exceeds_a_run_leaves_no_time_on_the_cpu() -> None:

@@ -71,9 +71,9 @@ def test_a_loader_that_does_not_work_ahead_is_not_called_in_vain(host: TimedHost
     assert pulls.rate_s == pytest.approx(5e-3)
     for _ in range(3):
         host.sleep(4e-3)
-        pulls.settle(1, drain=True)
+        pulls.settle(1)
     begin_s = host.perf_counter()
-    pulls.settle(1, drain=True)
+    pulls.settle(1)
     assert host.perf_counter() == begin_s
     assert not pulls.works_ahead
 
@@ -92,7 +92,7 @@ def test_no_pass_ends_within_a_visit(host: TimedHost) -> None:
     pulls = Pulls(loader)
     for _ in range(7):
         pulls()
-    pulls.settle(5, drain=False)
+    pulls.settle(5)
     assert loader.passes == 2
     for _ in range(5):
         pulls()

@@ -70,16 +70,16 @@ def test_what_a_task_needs_while_it_runs_is_told_apart() -> None:
     assert found.serial_peak(["make", "replace", "shrink"]) == 120 * KIB
 
 
-def test_the_batch_and_what_is_no_tensor_count() -> None:
-    """Its tensors are copies; bytes and arrays are found where the context reaches them."""
+def test_the_batch_and_arrays_count() -> None:
+    """Its tensors are copies; arrays are found where the context reaches them."""
 
     def read(ctx: IterContext) -> None:
-        ctx.raw, ctx.array = bytes(100), np.zeros(50)[10:]
+        ctx.raw, ctx.array = np.zeros(100, dtype=np.uint8), np.zeros(50)[10:]
 
     def drop(ctx: IterContext) -> None:
         del ctx.raw, ctx.batch
 
-    found = measured(read, drop, batch=[empty(2), b"seven b"])
+    found = measured(read, drop, batch=[empty(2), np.zeros(7, dtype=np.uint8)])
     assert set(found.blocks) == {
         Block("<pull>", "drop", 2 * KIB + 7, "batch", removed=True),
         Block("read", "drop", 100, "raw", removed=True),

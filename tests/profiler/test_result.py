@@ -60,12 +60,12 @@ OTHER = replace(
 TABLE = """\
 batch 0, serial: 12.500 ± 0.250 ms per iteration, median 12.000 (4 rounds, 3
   iterations per visit)
-task         exposed           own    host    blocked
-                  ms      %     ms      ms         ms
--------  -----------  -----  -----  ------  ---------
-read     4.00 ± 0.10   32.0   4.00    4.10       4.00
-forward  8.00 ± 0.20   64.0   4.50    4.50       0.50
-log           < 0.10  < 0.8           0.02       0.01
+task         exposed          own    host    blocked
+                  ms     %     ms      ms         ms
+-------  -----------  ----  -----  ------  ---------
+read     4.00 ± 0.10  32.0   4.00    4.10       4.00
+forward  8.00 ± 0.20  64.0   4.50    4.50       0.50
+log           < 0.10                 0.02       0.01
 without forward, others take less: backward 3.000, step 0.500 ms
 blocks the host: read (4.000 ms)
 do next, 1: make read take half as long: saves 2.000 ± 0.100 ms; then limited by
@@ -143,7 +143,7 @@ def test_no_share_is_above_100_percent() -> None:
     text = wide.format_report()
     shares = [float(line.split()[4]) for line in text.splitlines() if line.startswith("read ")]
     assert shares == [100.0]
-    assert "< 12.5  < 100.0" in text
+    assert "< 12.5  " in text
 
 
 def test_json_and_back(tmp_path: Path) -> None:

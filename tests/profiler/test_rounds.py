@@ -124,9 +124,6 @@ class Machine:
     def numbers(self) -> range:
         return range(len(self.seconds_))
 
-    def spans(self, seconds: list[float]) -> list[float]:
-        return seconds
-
     def restore(self) -> None:
         self.log.append("|")
 

@@ -33,7 +33,7 @@ def tried(
     batches: Sequence[Any] = (1, 2),
 ) -> dict[str, float]:
     """The seconds of an iteration under each plan, in one turn."""
-    return Loop(tasks, batches, "cpu").try_round(plans, 0, loader, Window(2, 6))
+    return Loop(tasks, batches, "cpu", loader=loader).try_round(plans, 0, Window(2, 6))
 
 
 def test_the_result_is_the_iteration_time_under_each_plan(host: TimedHost) -> None:
@@ -63,7 +63,7 @@ def test_plans_are_tried_in_turns() -> None:
     tasks = [PipelineTask("read", read), PipelineTask("work", lambda ctx: None)]
     loop = Loop(tasks, [1, 2], "cpu", state=[])
     for turn in range(2):
-        loop.try_round({"serial": SERIAL, "beside": BESIDE}, turn, None, Window(1, 1))
+        loop.try_round({"serial": SERIAL, "beside": BESIDE}, turn, Window(1, 1))
     assert [name for name, _ in groupby(threads)] == ["serial", "beside", "serial"]
 
 

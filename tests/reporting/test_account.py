@@ -96,15 +96,6 @@ def test_what_threads_of_libraries_compute_counts(monkeypatch: pytest.MonkeyPatc
     waits = changed(profile, blocked_s={"read": 0.3, "exchange": 0.3, "train": 0.0})
     found = account(waits, cpu_s=0.9).ceiling
     assert (round(found.saved_s, 9), found.limit) == (0.1, "1 core for all tasks")
-    assert found.needs == "To reach it, all cores have to be busy all the time."
-
-
-def test_a_ceiling_says_what_it_takes() -> None:
-    """The tasks that have to run beside those that limit it, the longest first."""
-    profile = profile_of({"read": 0.2, "exchange": 0.3, "train": 0.5})
-    waits = changed(profile, blocked_s=profile.host_s)
-    needs = account(waits).ceiling.needs
-    assert needs == "To reach it, exchange, read must run beside that, on other threads."
 
 
 def test_a_loader_that_works_ahead_sets_the_floor() -> None:

@@ -14,17 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    SequentialSampler,
-    TensorDataset,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from swpipe import DeclaredIO, IterContext, PipelinePlan, PipelineTask, TaskSchedule
-from swpipe.reporting.examination import _repeated_rows
 from tests.profiler.sleepers import contend, sleeper
 from tests.reporting.examined import examined, rules
 from tests.support.bare import bare_environment
@@ -39,29 +31,23 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     bare_environment(monkeypatch)
 
 
-def training(*, compiled: bool = False) -> list[PipelineTask]:
+def training() -> list[PipelineTask]:
     """A small model in training; a pure task before it."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    optimizer = (torch.optim.SGD if compiled else torch.optim.Adam)(model.parameters())
-    call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
-
-    def update() -> None:
-        optimizer.step()
-
-    updated = torch.compile(update, backend="eager") if compiled else update
+    optimizer = torch.optim.Adam(model.parameters())
 
     def decode(ctx: IterContext) -> None:
         batch = ctx.batch[0] if isinstance(ctx.batch, list) else ctx.batch
         ctx.x = batch * 2.0
 
     def forward(ctx: IterContext) -> None:
-        ctx.loss = call(ctx.x).square().mean()
+        ctx.loss = model(ctx.x).square().mean()
 
     def backward(ctx: IterContext) -> None:
         ctx.loss.backward()
 
     def step(ctx: IterContext) -> None:
-        updated()
+        optimizer.step()
         optimizer.zero_grad()
 
     rest = [PipelineTask(fn.__name__, fn) for fn in (forward, backward, step)]
@@ -158,32 +144,6 @@ class Slow(SequentialSampler):
             yield index
 
 
-class Streamed(IterableDataset[Tensor]):
-    """Rows from 0; each worker reads its part of them, or all."""
-
-    def __init__(self, *, parts: bool, value: float = 1.0) -> None:
-        self.parts, self.value = parts, value
-
-    def __iter__(self) -> Iterator[Tensor]:
-        info = get_worker_info()
-        assert info is not None
-        first, step = (info.id, info.num_workers) if self.parts else (0, 1)
-        return (torch.full((8,), self.value * row) for row in range(first, 4096, step))
-
-
-def test_workers_that_all_read_the_whole_are_found() -> None:
-    """Not those that share the rows, nor where rows are equal anyway, nor one worker."""
-
-    def loader(workers: int = 2, **given: Any) -> DataLoader[Tensor]:
-        return DataLoader(Streamed(**given), 4, num_workers=workers)
-
-    found = rules(examined(training(), loader(parts=False)))
-    assert ("repeated-rows", "loader") in found
-    assert not [*_repeated_rows(loader(parts=True), 2)]
-    assert not [*_repeated_rows(loader(parts=False, value=0.0), 2)]
-    assert not [*_repeated_rows(loader(1, parts=False), 1)]
-
-
 def test_workers_that_are_too_slow_are_no_finding(host: TimedHost) -> None:
     """The loop waits for a loader that works ahead: that is what the advice of the profile says."""
     data = TensorDataset(torch.ones(4096, 8))
@@ -216,40 +176,3 @@ def test_a_task_that_holds_the_interpreter_lock_is_found(
     found = examined([PipelineTask("parse", parse, **declared), waiting(host)], batches())
     told = [("interpreter-lock", "task 'parse'")]
     assert rules(found) == (told if is_found else [])
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """What other tests have compiled is forgotten, before and after."""
-    import torch._dynamo.utils as dynamo
-
-    def forget() -> None:
-        torch._dynamo.reset()
-        dynamo.counters.clear()
-        dynamo.clear_compilation_metrics()
-
-    forget()
-    yield
-    forget()
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_a_clean_compiled_loop_has_no_findings(fresh_compiler: None) -> None:
-    """A break that torch makes itself is none: its optimizers run hooks between two graphs."""
-    assert rules(examined(training(compiled=True), batches())) == []
-
-
-def test_a_graph_break_is_found(fresh_compiler: None) -> None:
-    """At its line, with torch's reason."""
-
-    @torch.compile(backend="eager")
-    def scale(x: Tensor) -> Tensor:
-        y = x * 2
-        torch._dynamo.graph_break()
-        return y + 1
-
-    tasks = [PipelineTask("scale", lambda ctx: scale(ctx.batch))]
-    found = examined(tasks, batches())
-    line = scale.__wrapped__.__code__.co_firstlineno + 3  # type: ignore[attr-defined]
-    assert rules(found) == [("graph-break", f"{__file__}:{line}")]
-    assert "graph_break()" in found[0].fix

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,22 +89,6 @@ def test_reports_reach_all_sinks(host: TimedHost, tmp_path: Path) -> None:
         ("swpipe/p50_ms", 2),
         ("swpipe/p99_ms", 2),
     ]
-
-
-def test_a_meter_of_opentelemetry_has_a_gauge_for_each_figure(host: TimedHost) -> None:
-    """Made once, with its unit, and set at each report."""
-    values: dict[tuple[str, str], list[float]] = {}
-
-    class Meter:
-        def create_gauge(self, name: str, unit: str) -> Any:
-            assert (name, unit) not in values
-            values[name, unit] = []
-            return SimpleNamespace(set=values[name, unit].append)
-
-    with SWPipeline(step_that_takes(host)) as pipe, pipe.observe(StepTimes(Meter(), every=2)):
-        pipe.run([1, 4, 4, 4, 4])
-    fours = pytest.approx([4.0, 4.0])
-    assert values == {("swpipe.p50_ms", "ms"): fours, ("swpipe.p99_ms", "ms"): fours}
 
 
 def test_a_sink_that_fails_does_not_stop_training(host: TimedHost) -> None:

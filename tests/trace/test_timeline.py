@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,11 +25,9 @@ TRAINS = [
 COPIES = [Span("copy", i, MEMCPY, (10 * i + 9) * MS, (10 * i + 10) * MS) for i in range(4)]
 
 
-def svg(
-    path: Path, spans: list[Span], beside: Sequence[Span] = (), title: str | None = None
-) -> str:
+def svg(path: Path, spans: list[Span], title: str | None = None) -> str:
     """The picture's source, in which its text can be read."""
-    return svg_of(path, [Panel("", spans, beside)], title)
+    return svg_of(path, [Panel("", spans)], title)
 
 
 def svg_of(path: Path, panels: list[Panel], title: str | None = None) -> str:
@@ -83,14 +80,26 @@ def test_each_iteration_has_its_colour(tmp_path: Path) -> None:
     assert "iteration 0" not in texts(svg(tmp_path, many))
 
 
-def test_waits_are_hatched_and_what_is_beside_is_grey(tmp_path: Path) -> None:
-    """Both are explained where they occur, and only there."""
+def test_waits_are_hatched(tmp_path: Path) -> None:
+    """This is explained where it occurs, and only there."""
     plain = svg(tmp_path, READS)
     assert "<pattern" not in plain
-    assert not {"waiting", "other iterations"} & set(texts(plain))
-    source = svg(tmp_path, TRAINS[:2], beside=TRAINS[2:])
+    assert "waiting" not in texts(plain)
+    source = svg(tmp_path, TRAINS)
     assert "<pattern" in source
-    assert {"waiting", "other iterations"} <= set(texts(source))
+    assert "waiting" in texts(source)
+
+
+def test_other_iterations_of_a_window_are_drawn_too(tmp_path: Path) -> None:
+    """In their own colours, as far as they lie within it."""
+    pytest.importorskip("matplotlib")
+    trace = Trace([*READS, *TRAINS]).window(1, 1)
+    trace.plot(tmp_path / "window.svg")
+    written = texts((tmp_path / "window.svg").read_text())
+    assert {"iteration 0", "iteration 1", "iteration 2"} <= {*written}
+    assert "iteration 3" not in written
+    assert max(span.end_ns for span in trace.beside) == 25 * MS
+    assert "train 0" in trace.format()
 
 
 def test_a_name_that_does_not_fit_is_upright_or_gives_way(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swpipe import IterContext, PipelinePlan, PipelineTask, StreamSpec, TaskSchedule
+from swpipe import IterContext, PipelinePlan, PipelineTask, TaskSchedule
 from swpipe.device import resolve
 from swpipe.reporting.waits import sync_debug
 from tests.device.accelerator.work import DEVICE
@@ -64,11 +64,11 @@ def last_line(fn: Any) -> str:
     )
 
 
-def plan_of(tasks: list[PipelineTask], priority: int) -> PipelinePlan:
-    """``exchange`` on a stream of its own, beside the model's."""
+def plan_of(tasks: list[PipelineTask]) -> PipelinePlan:
+    """The first task on a stream of its own, beside the model's."""
     schedule = {task: TaskSchedule(1) for task in tasks}
     schedule[tasks[0]] = TaskSchedule(0, stream="side")
-    return PipelinePlan(schedule, streams={"side": StreamSpec(priority)})
+    return PipelinePlan(schedule)
 
 
 # ------------------------------------------------------------------------------------------ clean
@@ -85,11 +85,10 @@ def test_a_clean_loop_has_no_findings() -> None:
         ctx.x = torch.empty(4, 8, device=DEVICE).copy_(ctx.batch, non_blocking=True)
 
     tasks = training(add, first=copy)
-    found = examined(tasks, batches(), plan=plan_of(tasks, 0))
-    assert rules(found) == []  # the stream has nothing but copies, which need no priority
+    assert rules(examined(tasks, batches(), plan=plan_of(tasks))) == []
 
 
-def test_a_clean_loop_with_masks_and_priorities_has_no_findings() -> None:
+def test_a_clean_loop_with_masks_has_no_findings() -> None:
     """Shapes that do not depend on data; an exchange that comes first; a value read late."""
     out = torch.zeros(()).pin_memory()
 
@@ -106,7 +105,7 @@ def test_a_clean_loop_with_masks_and_priorities_has_no_findings() -> None:
         ctx.order = torch.arange(4, device=DEVICE)
 
     tasks = training(order, mask, first=exchange)
-    assert rules(examined(tasks, batches(), plan=plan_of(tasks, -1))) == []
+    assert rules(examined(tasks, batches(), plan=plan_of(tasks))) == []
 
 
 # ---------------------------------------------------------------------------------------- planted
@@ -220,18 +219,6 @@ def test_more_streams_than_connections_are_found() -> None:
     found = examined([*tasks, *more], batches(), plan=PipelinePlan(schedule))
     assert rules(found) == [("connections", "CUDA_DEVICE_MAX_CONNECTIONS=8")]
     assert "CUDA_DEVICE_MAX_CONNECTIONS=9" in found[0].fix
-
-
-def test_streams_of_one_priority_are_found() -> None:
-    """Kernels of a side stream that have to wait for those of the model."""
-
-    def exchange(ctx: IterContext) -> None:
-        ctx.x = ctx.batch.to(DEVICE, non_blocking=True) * 2.0
-
-    tasks = training(first=exchange)
-    found = examined(tasks, batches(), plan=plan_of(tasks, 0))
-    assert rules(found) == [("stream-priority", "plan")]
-    assert "StreamSpec(priority=-1)" in found[0].fix
 
 
 def test_what_torch_tells_of_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
