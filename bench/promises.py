@@ -16,9 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,12 +86,10 @@ def opened(name: str, cache: Path) -> Iterator[tuple[Loop, Mapping[str, Pipeline
         tasks = [replace(one, pure=one.name in feeding) for one in loop_tasks()]
         yield Loop(tasks, files(cache), "cpu"), {}
     else:
-        make, plans = gains.opened(name, cache)
-        with closing(make()) as job:
-            ready_made = {plan: make() for plan, make in plans.items() if plan != "serial"}
-            like = next(iter(ready_made.values()))
-            loop = Loop([*job.tasks()], [*job.batches(_BATCHES)], "cpu", like, context=job.context)
-            yield loop, ready_made
+        job = gains.opened(name, cache)
+        like = gains.plans_of(name)["pipelined"]
+        batches = [*islice(cycle(job.batches), _BATCHES)]
+        yield Loop(job.tasks, batches, "cpu", like), {"pipelined": like}
 
 
 def kept(name: str, cache: Path) -> Kept:
