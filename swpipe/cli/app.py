@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from swpipe.reporting import StepReport
 
 ROUNDS = 4  # visits to each task
-_DEMO_STEPS = 600  # steps of the demo under each plan
-_DEMO_PROFILES_S = 5.0  # seconds of each of its two profiles
+_DEMO_PROFILES_S = 5.0  # seconds of each of the two profiles of the demo
 
 DEMO_FILES = ("timeline.json", "breakdown-serial.json", "breakdown-pipelined.json")
 DEMO_PICTURES = ("timeline.png", "breakdown.png")
@@ -114,7 +113,7 @@ def train(
     compare: Annotated[
         str, typer.Option(metavar="PLAN,PLAN", help="Train under each of these, and compare.")
     ] = "",
-    steps: Annotated[int | None, options.count("How many; none: once through the data.")] = None,
+    steps: options.Steps = None,
     timeline: Annotated[
         Path | None, options.file("OUT.json", "Record the last steps; for Perfetto or `trace`.")
     ] = None,
@@ -269,7 +268,7 @@ def demo(
     directory: Annotated[Path, typer.Option(metavar="PATH", help="Where the results go.")] = Path(
         "build/demo"
     ),
-    steps: Annotated[int, options.count("Steps under each plan.")] = _DEMO_STEPS,
+    steps: options.Steps = None,
 ) -> None:
     """Train serially and pipelined, compare, break down and draw."""
     files = [directory / name for name in DEMO_FILES]

@@ -54,3 +54,6 @@ def file(metavar: str, text: str) -> Any:
 def flag(name: str) -> str:
     """Return the option of a parameter: ``--batch-size`` for ``batch_size``."""
     return f"--{name.replace('_', '-')}"
+
+
+Steps = Annotated[int | None, count("Steps under each plan; none: once through the data.")]
