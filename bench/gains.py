@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from contextlib import chdir
 from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.measure import Row, compared, interleaved
-from swpipe import PipelineTask
-from swpipe.tasks.images.images_workload import IMAGES
-from swpipe.tasks.job_run import JobRun, alternate
-from swpipe.tasks.workload import Job, Plans
+from swpipe import PipelinePlan
+from swpipe.cli.runs import JobRun
+from swpipe.cli.user_inputs import Job
 from tests.support.click_example import HAS_POLARS, example
 
 MODELS = {
@@ -42,37 +40,31 @@ def rows(steps: int = STEPS, turn: int = TURN) -> list[Row]:
 
 def one_model(name: str, steps: int, turn: int, cache: Path) -> Row:
     """One model under both plans; ``cache`` keeps its data."""
-    make, plans = opened(name, cache)
-    runs = [JobRun(plan, make(), plans[plan](), steps) for plan in ("serial", "pipelined")]
-    with runs[0], runs[1]:
-        alternate(runs, turn, chunk=turn)
+    plans = plans_of(name)
+    runs = [JobRun(plan, opened(name, cache), plans[plan], steps) for plan in plans]
+    with runs[0].pipe, runs[1].pipe:
+        for run in runs:
+            run.advance(turn, timed=False)
         found = interleaved(steps // turn - 1, *(partial(_turn_ms, run, turn) for run in runs))
     return compared(MODELS[name], found[1], found[0], "ms", "plain loop")
 
 
-class _ClickJob(Job):
-    """The click model of the examples as a job: its log over and over."""
-
-    device = "cpu"
-
-    def __init__(self, cache: Path) -> None:
-        self._job = example("click_job").ClickJob()
-        self._log = example("click_log").batches_of(example("click_job").log_in(cache), 2048)
-
-    def tasks(self) -> list[PipelineTask]:
-        tasks: list[PipelineTask] = self._job.tasks()
-        return tasks
-
-    def batches(self, steps: int | None = None, /) -> Iterator[Any]:
-        return islice(cycle(self._log), steps)
-
-
-def opened(name: str, cache: Path) -> tuple[Callable[[], Job], Plans]:
-    """Return a function that makes the job of a model, and its plans."""
-    torch.set_num_threads(1)
+def plans_of(name: str) -> dict[str, PipelinePlan]:
+    """Return the serial plan and the pipelined plan of a model."""
     if name == "clicks":
-        return partial(_ClickJob, cache), example("click_job").PLANS
-    return partial(IMAGES.open_job, "cpu"), IMAGES.plans
+        return {plan: make() for plan, make in example("click_job").PLANS.items()}
+    job = Job(name, "cpu")
+    return {"serial": PipelinePlan.serial(job.tasks), "pipelined": job.prefetching_plan()}
+
+
+def opened(name: str, cache: Path) -> Job:
+    """Return the job of a model, on one thread."""
+    torch.set_num_threads(1)
+    if name == "images":
+        return Job(name, "cpu")
+    example("click_job")  # which its name leads to from here on
+    with chdir(cache):
+        return Job("click_job:loop", "cpu")
 
 
 def _turn_ms(run: Any, turn: int) -> float:

@@ -16,9 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,10 +86,10 @@ def opened(name: str, cache: Path) -> Iterator[Loop]:
         tasks = [replace(one, pure=one.name in feeding) for one in loop_tasks()]
         yield Loop(tasks, files(cache), "cpu")
     else:
-        make, plans = gains.opened(name, cache)
-        with closing(make()) as job:
-            like = next(make() for plan, make in plans.items() if plan != "serial")
-            yield Loop([*job.tasks()], [*job.batches(_BATCHES)], "cpu", like, context=job.context)
+        job = gains.opened(name, cache)
+        like = gains.plans_of(name)["pipelined"]
+        batches = [*islice(cycle(job.batches), _BATCHES)]
+        yield Loop(job.tasks, batches, "cpu", like)
 
 
 def kept(name: str, cache: Path) -> Kept:

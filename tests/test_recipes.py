@@ -90,25 +90,22 @@ from swpipe.plans.prefetch import prefetch_plan
 PLANS = {"ahead": lambda: prefetch_plan(["read"], ["train"])}
 """,
     "tasks/echo/__init__.py": "",
-    "tasks/echo/echo_job.py": """
-from itertools import islice
-
-from swpipe import PipelineTask
-from swpipe.tasks.workload import Job
+    "tasks/echo/echo_loop.py": """
+from swpipe import task
 
 
-class EchoJob(Job):
-    def tasks(self):
-        return PipelineTask("read", self.read, pure=True), PipelineTask("train", self.train)
+@task(pure=True)
+def read(ctx):
+    ctx.x = ctx.batch + 1
 
-    def read(self, ctx):
-        ctx.x = ctx.batch + 1
 
-    def train(self, ctx):
-        ctx.loss = 2.0 * ctx.x
+@task
+def train(ctx):
+    ctx.loss = 2.0 * ctx.x
 
-    def batches(self, steps=None, /):
-        return islice(iter(range(8)), steps)
+
+def loop():
+    return [read, train], range(4)
 """,
 }
 """The files of a system, from ``swpipe`` on."""
@@ -132,10 +129,10 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("system")
 def test_a_system_is_folders_of_one_name() -> None:
     """Its plan gives the numbers of the serial run."""
-    job = importlib.import_module("swpipe.tasks.echo.echo_job").EchoJob()
+    tasks, batches = importlib.import_module("swpipe.tasks.echo.echo_loop").loop()
     plans = importlib.import_module("swpipe.plans.echo").PLANS
-    with SWPipeline(plans["ahead"](), tuple(job.tasks()), device="cpu") as pipe:
-        assert [ctx.loss for ctx in pipe.iterate(job.batches(4))] == [2.0, 4.0, 6.0, 8.0]
+    with SWPipeline(plans["ahead"](), tasks, device="cpu") as pipe:
+        assert [ctx.loss for ctx in pipe.iterate(batches)] == [2.0, 4.0, 6.0, 8.0]
 
 
 def test_each_system_has_a_page() -> None:

@@ -315,8 +315,9 @@ class EvenIterator:
         self._length = length
         self._keeps_step = keeps_step
         self._limit: PullLimit | None = None
-        self._limited = limited and data.size > 1
-        self._caller = threading.get_ident()
+        if limited and data.size > 1:
+            caller = threading.get_ident()
+            self._limit = PullLimit(self, caller, data.timeout_s, EvenIterator._slow)
         self._pulls = 0
         self._begun = False
         self._beginning: tuple[Tensor, dist.Work | None] | None = None
@@ -349,10 +350,6 @@ class EvenIterator:
         try:
             if not self._begun:
                 self._begin()
-            if self._limited and self._limit is None:
-                self._limit = PullLimit(
-                    self, self._caller, self._data.timeout_s, EvenIterator._slow
-                )
             if self._free:
                 return self._next_free()
             return self._next_agreed()
@@ -369,10 +366,8 @@ class EvenIterator:
     def _end(self) -> None:
         self.over = True
         self._last = NO_BATCH
-        limit = self._limit
-        self._limit = None
-        if limit is not None:
-            limit.end()
+        if self._limit is not None:
+            self._limit.end()
 
     agreed = True
 

@@ -2,11 +2,11 @@
 
 When one rank fails and its process ends, the collectives of all ranks fail too (with gloo within
 milliseconds, as "connection closed by peer"). To tell the cause from its effects, each failing rank
-writes its error, its *word*, into the job's store. Errors that are only effects get a note::
+appends a record to a log in the job's store. Errors that are only effects get a note::
 
-    rank 0    ValueError ------------------> word, and the first failure
-    rank 1    connection closed by peer ---> word; waits for the first failure or all words: rank 0
-    rank 2    killed                         no word: without a first failure, it may be the cause
+    rank 0    ValueError ------------------> record with the error: the cause
+    rank 1    connection closed by peer ---> record; waits for a cause, or a record of each rank
+    rank 2    killed                         no record: without a cause, rank 2 may be the cause
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch.distributed as dist
@@ -37,14 +37,11 @@ T = TypeVar("T")
 STORE_S = 2.0
 """The time in seconds that a failing rank waits for the job's store. Its process may have ended."""
 
-FIRST_FAILURE = "swpipe/first_failure"
-"""The store's key for the first failure that no other rank has caused."""
+# The store's key for the log of failures, a line of JSON each, since plans were last compared.
+_FAILURES = "swpipe/failures/{}"
 
-# The store's key for each rank's own failure.
-_WORD = "swpipe/failures/{}"
-
-# The time in seconds that a rank with a lost connection waits for the words of the other ranks.
-_WORDS_S = 0.5
+# The time in seconds that a rank with a lost connection waits for the records of the other ranks.
+_RECORDS_S = 0.5
 
 _LOST = re.compile(r"connection|closed by peer|timed? ?out|socket|gloo|nccl", re.IGNORECASE)
 
@@ -55,40 +52,40 @@ RECENT_S = 60.0
 """The age in seconds above which a failure no longer counts as the cause of a new one."""
 
 
-class _Line:
-    """A connection of swpipe's own to the store of the default group.
+class _Connection:
+    """A connection of swpipe's own to the store of a default group.
 
     Another thread may be waiting on the group's connection. This connection is opened when plans
-    are
-    compared, and kept: if the process that holds the store has ended, an open connection fails at
-    once,
-    while opening one would be retried for longer than the store's time-out.
+    are compared, and kept: if the process that holds the store has ended, an open connection fails
+    at once, while opening one would be retried for longer than the store's time-out.
+
+    Attributes:
+        store: The store.
+        comparisons: The number of comparisons of plans so far, which is equal on all ranks.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._leads_to: Callable[[], Any] = lambda: None
-        self._store: Any = None
-        # The word that this rank has written about its failure.
-        self.left_word: _Word | None = None
-
-    def store(self) -> Any:
-        """Return the connection, opened anew if the default group is not that of the last call."""
-        default = _get_default_store()
-        with self._lock:
-            if self._leads_to() is not default:
-                self._store = default.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-                # A strong reference would keep the port of a destroyed group's store open.
-                self._leads_to = weakref.ref(default)
-            return self._store
+    def __init__(self, default: Any) -> None:
+        self.store = default.clone()
+        self.comparisons = 0
 
 
-_line = _Line()
+# The keys are weak: a strong reference would keep the port of a destroyed group's store open.
+_connections: weakref.WeakKeyDictionary[Any, _Connection] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _connection() -> _Connection:
+    """Return the connection to the store of the default group, opened in the first call."""
+    default = _get_default_store()
+    with _lock:
+        if default not in _connections:
+            _connections[default] = _Connection(default)
+        return _connections[default]
 
 
 def job_store() -> Any:
     """Return the store of the default group, by a connection that no other thread waits on."""
-    return _line.store()
+    return _connection().store
 
 
 _turns = itertools.count()
@@ -149,13 +146,11 @@ def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> None:
     if is_alone():
         return
     # Open the connection now, while the store certainly exists.
-    store = _line.store()
-    # All ranks reach this call, so an earlier failure was caught and is not the cause of a later
-    # one.
-    if _line.left_word:
-        _withdraw(store, _line.left_word)
-        _line.left_word = None
+    connection = _connection()
     digests, seeds = zip(*gather((plan.digest(), seed)), strict=True)
+    # All ranks have reached this call, so an earlier failure was caught and is not the cause of a
+    # later one: begin a new log.
+    connection.comparisons += 1
     if len(set(digests)) > 1:
         held: list[Facts] = gather(plan_facts(plan))
         raise RuntimeError(
@@ -167,7 +162,7 @@ def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> None:
         warnings.warn(
             "the ranks draw different random numbers: "
             f"{differences([{'seed': str(own)} for own in seeds])}. Give every rank the same "
-            "SWPipeline(seed=...), or ignore this warning where they are to differ",
+            "SWPipeline(seed=...), or ignore this warning if they should differ",
             RuntimeWarning,
             # The level of the call of the pipeline.
             stacklevel=6,
@@ -190,20 +185,23 @@ def check_same_shortcuts(
     if is_alone():
         return
     turn = next(_turns)
-    store = _line.store()
-    own = json.dumps([digest, sorted(names)])
-    store.set(_SHORTCUTS.format(turn, dist.get_rank()), own)
+    store = job_store()
+    keys = [_SHORTCUTS.format(turn, rank) for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], json.dumps([digest, sorted(names)]))
+    advice = (
+        f"{act} the same tasks on all ranks, between the same two steps, or build the pipeline "
+        "with check_ranks=False on ranks that do without the others"
+    )
     try:
-        ranks = range(dist.get_world_size())
-        others = [_said_by(rank, turn, store, act, timeout_s) for rank in ranks]
+        answers = answers_of_ranks(store, keys, timeout_s, f"{act}d no shortcuts", advice)
     except RuntimeError as error:
         # The other ranks wait in collectives that fail when this rank ends.
         tell_failure(error)
         raise
-    if len(set(others)) > 1:
+    if len(set(answers)) > 1:
         held = [
             {"plan": plan[:12], "tasks": ", ".join(map(plain, tasks))}
-            for plan, tasks in map(json.loads, others)
+            for plan, tasks in map(json.loads, answers)
         ]
         raise RuntimeError(
             "the ranks would shortcut different tasks, or tasks of different plans, and wait for "
@@ -212,22 +210,32 @@ def check_same_shortcuts(
         )
 
 
-def _said_by(rank: int, turn: int, store: Any, act: ShortcutAct, timeout_s: float) -> str:
-    key = _SHORTCUTS.format(turn, rank)
+def answers_of_ranks(
+    store: Any, keys: Sequence[str], timeout_s: float, omission: str, advice: str
+) -> Sequence[bytes]:
+    """Wait until all ranks have written their keys to a store, and return the values.
+
+    Args:
+        store: The store.
+        keys: The key that each rank writes, by rank.
+        timeout_s: The largest time in seconds to wait.
+        omission: What a rank that has not written its key did not do, for an error.
+        advice: What to do about it.
+
+    Raises:
+        RuntimeError: A rank has not written its key in time, or the store is gone.
+    """
     deadline = time.monotonic() + timeout_s
     pause_s = 1e-4
     # Poll instead of waiting in the store, so that Ctrl-C can interrupt.
-    while not store.check([key]):
+    while not store.check(keys):
         if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"rank {rank} has not {act}d shortcuts within {timeout_s:g} s: {act} the same "
-                "tasks on all ranks, between the same two steps, or build the pipeline with "
-                "check_ranks=False on ranks that do without the others"
-            )
+            silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise RuntimeError(f"{name_ranks(silent)} {omission} within {timeout_s:g} s: {advice}")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.01)
-    text: str = store.get(key).decode()
-    return text
+    answers: list[bytes] = store.multi_get(keys)
+    return answers
 
 
 def rank_prefix() -> str:
@@ -252,9 +260,10 @@ def tell_failure(error: BaseException) -> None:
     """Write this rank's failure to the store, and note on the error which rank may be the cause."""
     if is_alone():
         return
-    own = _Word(dist.get_rank(), _said(error), time.time())
+    text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    own = _Failure(dist.get_rank(), time.time(), _kind(error), shorten(text, MOST_IN_MESSAGE))
     try:
-        cause = within(STORE_S, lambda: _cause(own, error))
+        cause = within(STORE_S, lambda: _cause(own))
     except RuntimeError as gone:
         cause = f"whether another rank had failed before is not known: {gone}"
     if cause:
@@ -286,106 +295,62 @@ def within(seconds: float, act: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]  # there is one, since there is no error
 
 
-def _said(error: BaseException) -> str:
-    text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    return shorten(text, MOST_IN_MESSAGE)
+class _Failure(NamedTuple):
+    """The record that a rank leaves of its failure.
 
-
-class _Word(NamedTuple):
-    """The record that a rank leaves of its failure."""
+    Attributes:
+        rank: The rank.
+        time_s: When it failed, in seconds of ``time.time``.
+        kind: "own", or an effect of other ranks: "stall" or "lost", for lost communication.
+        error: The error with its notes.
+    """
 
     rank: int
-    error: str
     time_s: float
-
-    def before(self, later: _Word) -> bool:
-        """Return whether this failure may be the cause of another rank's failure."""
-        return self.rank != later.rank and later.time_s - self.time_s <= RECENT_S
+    kind: str
+    error: str
 
     def __str__(self) -> str:
         return f"rank {self.rank} had failed before, which may be the cause: {self.error}"
 
 
-def _let_down(error: BaseException | None) -> bool:
-    """Return whether an error looks like an effect of other ranks.
-
-    That is lost communication, or a stall.
-    """
-    if error is None or isinstance(error, StallError | ConnectionError | dist.DistError):
-        return error is not None
+def _kind(error: BaseException) -> str:
+    """Return the kind of a failure, which may be that of an error that it was raised from."""
+    if isinstance(error, StallError):
+        return "stall"
     lost = isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
-    return lost or _let_down(error.__cause__)
+    if lost or isinstance(error, ConnectionError | dist.DistError):
+        return "lost"
+    return "own" if error.__cause__ is None else _kind(error.__cause__)
 
 
-def _cause(own: _Word, error: BaseException) -> str:
-    """Write this rank's word to the store, and return a text about the cause.
+def _cause(own: _Failure) -> str:
+    """Append this rank's failure to the log, and return a text about the cause.
 
     The text is empty if this rank itself is the first to fail.
     """
-    store = _line.store()
-    store.set(_WORD.format(own.rank), json.dumps(own))
-    _line.left_word = own
-    # An error of its own is registered as the first failure, unless a recent one is there. An
-    # effect is not: it waits for the first failure, or for the words of all ranks.
-    if not _let_down(error):
-        first = _first_failure(store, own)
-        return str(first) if first.before(own) else ""
-    ranks = range(dist.get_world_size())
-    deadline = time.monotonic() + _WORDS_S
+    connection = _connection()
+    store = connection.store
+    key = _FAILURES.format(connection.comparisons)
+    store.append(key, json.dumps(own) + "\n")
+    deadline = time.monotonic() + _RECORDS_S
     while True:
-        if store.check([FIRST_FAILURE]):
-            first = _Word(*json.loads(store.get(FIRST_FAILURE)))
-            if first.before(own):
-                return str(first)
-        missing = _without_word(store, ranks)
-        keys = [_WORD.format(rank) for rank in ranks if rank not in missing]
-        words = [_Word(*json.loads(text)) for text in store.multi_get(keys)]
-        recent = [word for word in words if own.time_s - word.time_s <= RECENT_S]
-        # A rank without a recent word may have been killed, which leaves no word.
-        silent = sorted({*ranks} - {word.rank for word in recent})
-        if not silent or time.monotonic() > deadline:
+        log = [_Failure(*json.loads(line)) for line in store.get(key).decode().splitlines()]
+        # The job has recovered from older failures.
+        recent = [failure for failure in log if own.time_s - failure.time_s <= RECENT_S]
+        first = next((failure for failure in recent if failure.kind == "own"), None)
+        # A rank without a recent record may have been killed, which leaves no record.
+        silent = sorted({*range(dist.get_world_size())} - {failure.rank for failure in recent})
+        if first is not None or not silent or time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    if silent:
+    if first is None and silent:
         may_be = "one of them may be" if len(silent) > 1 else "which may be"
         return (
             f"{name_ranks(silent)} reported no failure, {may_be} the cause: killed, stopped, "
             "or ended outside the pipeline"
         )
-    stalled = [word for word in recent if word.before(own) and word.error.startswith("StallError")]
-    return str(min(stalled, key=lambda word: word.time_s)) if stalled else ""
-
-
-def _withdraw(store: Any, word: _Word) -> None:
-    """Mark a failure as old, so that no rank takes it for a cause.
-
-    It is not deleted: a rank that reads a deleted key would wait for it.
-    """
-    old = json.dumps(word._replace(time_s=0.0))
-    store.set(_WORD.format(word.rank), old)
-    # ``compare_set`` reads the key if it exists, where ``get`` would wait for it.
-    held = store.compare_set(FIRST_FAILURE, old, old).decode()
-    if json.loads(held)[0] == word.rank:
-        store.compare_set(FIRST_FAILURE, held, old)
-
-
-def _without_word(store: Any, ranks: range) -> list[int]:
-    """Return the ranks that have left no word, in a few requests for any number of ranks."""
-    if store.check([_WORD.format(rank) for rank in ranks]):
-        return []
-    if len(ranks) == 1:
-        return list(ranks)
-    # ``check`` asks for many keys at once, but does not tell which are missing: halve and ask
-    # again.
-    half = len(ranks) // 2
-    return _without_word(store, ranks[:half]) + _without_word(store, ranks[half:])
-
-
-def _first_failure(store: Any, own: _Word) -> _Word:
-    """Return the first recent failure: that of another rank, or else this one, recorded now."""
-    held = store.compare_set(FIRST_FAILURE, "", json.dumps(own)).decode()
-    first = _Word(*json.loads(held))
-    # The job has recovered from that failure: replace it, unless another rank does so first.
-    if own.time_s - first.time_s > RECENT_S:
-        first = _Word(*json.loads(store.compare_set(FIRST_FAILURE, held, json.dumps(own))))
-    return first
+    # A stall on one rank loses the communication of the others.
+    stalled = [failure for failure in recent if failure.kind == "stall"]
+    cause = first or min(stalled, key=lambda failure: failure.time_s, default=own)
+    return "" if cause.rank == own.rank else str(cause)

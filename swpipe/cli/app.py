@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,11 +18,15 @@ import typer
 import swpipe
 from swpipe.cli import launched as ranks
 from swpipe.cli import options, plan_commands
+from swpipe.cli.options import DEFAULT
+from swpipe.cli.runs import JobRun, report_of, train_in_turns
 from swpipe.cli.user_errors import UserError, about_plan, echo, exit_code
 from swpipe.cli.user_inputs import (
+    AUTO,
+    PIPELINED,
     SERIAL,
+    Job,
     Opened,
-    Output,
     check_outputs,
     load_file,
     load_timeline,
@@ -31,40 +34,24 @@ from swpipe.cli.user_inputs import (
 )
 from swpipe.core.messages import in_bytes, in_ms, plain
 from swpipe.core.plan import PipelinePlan
-from swpipe.core.progress import progress_bar
 from swpipe.device import resolve
 from swpipe.planning.simulation.simulator import peak_of
 from swpipe.profiler import ProfileResult, ProfileResults, TaskProfiler
 from swpipe.profiler.result_text import LEGEND
-from swpipe.tasks import job_run
-from swpipe.tasks.job_run import JobRun, alternate
-from swpipe.tasks.workload import DEFAULT, MOST_COUNT
 from swpipe.trace import Trace
 from swpipe.tuning.autotuning import Tuned
 
 if TYPE_CHECKING:
     from swpipe.reporting import StepReport
 
-_TRACED = 12  # steps in a timeline
-_TURN = 100  # steps under one plan before the next plan's turn
 ROUNDS = 4  # visits to each task
-
-_UNTIMED = 10  # steps of each run before its turns
-
-# The demo trains and profiles for this long; a profile ends when its intervals are narrow. Seconds
-# of training under each of two plans, number of turns, and least steps of a turn.
-_DEMO_TRAINS_S = 6.0
-_DEMO_TURNS = 5
-_DEMO_TURN = 30
-# Seconds of each of two profiles, and the interval to reach as a fraction of an iteration.
-_DEMO_PROFILES_S = 5.0
-_DEMO_SPREAD = 0.05
+_DEMO_PROFILES_S = 5.0  # seconds of each of the two profiles of the demo
 
 DEMO_FILES = ("timeline.json", "breakdown-serial.json", "breakdown-pipelined.json")
 DEMO_PICTURES = ("timeline.png", "breakdown.png")
 
 app = typer.Typer(
-    help="Software pipelining for PyTorch: train a model, measure it, plan it, look at it.",
+    help="Software pipelining for PyTorch: train a loop, measure it, plan it, look at it.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -112,12 +99,12 @@ def check_command(
     if context.obj is not None and context.invoked_subcommand not in ranks.COMMANDS:
         there = ", ".join(ranks.COMMANDS)
         raise UserError(
-            f"{context.invoked_subcommand}: under torchrun there are {there}; "
-            "start this one without it"
+            f"{context.invoked_subcommand} runs in one process: under torchrun there are {there}; "
+            "start this command without torchrun"
         )
 
 
-@app.command("train", cls=options.Command)
+@app.command("train")
 def train(
     context: typer.Context,
     workload: options.Workload = DEFAULT,
@@ -125,30 +112,27 @@ def train(
     compare: Annotated[
         str, typer.Option(metavar="PLAN,PLAN", help="Train under each of these, and compare.")
     ] = "",
-    steps: Annotated[int | None, options.count("How many; none: once through the data.")] = None,
+    steps: options.Steps = None,
     timeline: Annotated[
         Path | None, options.file("OUT.json", "Record the last steps; for Perfetto or `trace`.")
     ] = None,
     device: options.Device = None,
 ) -> None:
-    """Train the image model, another workload, or a loop of yours."""
+    """Train the image model, or a loop of yours."""
     if plan and compare:
-        raise UserError("--plan and --compare: give one of them")
+        raise UserError("--plan and --compare are both given: give one of them")
     check_outputs(context, timeline)
-    # The job with which a plan is made is closed before the runs open jobs of their own.
-    with Opened(context, workload, device, (compare or plan).split(","), auto=True) as opened:
-        plans = [opened.plan(name) for name in opened.plans]
-    labelled = list(zip(numbered(opened.plans), plans, strict=True))
-    with open_runs(opened, labelled, steps) as runs:
-        recorded = train_runs(runs)
-        echo(job_run.report(runs))
+    opened = Opened(context, workload, device, (compare or plan).split(","))
+    with open_runs(opened, steps) as runs:
+        recorded = train_in_turns(runs)
+        echo(report_of(runs))
         if opened.tuned is not None:
-            echo(format_outcome(opened.tuned, runs[opened.plans.index("auto")]))
+            echo(format_outcome(opened.tuned, runs[opened.plans.index(AUTO)]))
         what = f"timeline of the last steps under {runs[-1].name}:"
-        save(context, Output(what, timeline, recorded.save))
+        save(context, what, timeline, recorded.save)
 
 
-@app.command("profile", cls=options.Command)
+@app.command("profile")
 def profile(
     context: typer.Context,
     workload: options.Workload = DEFAULT,
@@ -174,18 +158,16 @@ def profile(
 ) -> None:
     """Show what each task really costs: its exposed time."""
     check_outputs(context, output)
-    with (
-        Opened(context, workload, device, [plan], auto=True) as opened,
-        about_plan(opened.plans[0]),
-    ):
+    opened = Opened(context, workload, device, [plan])
+    with about_plan(opened.plans[0]):
         under = opened.plan()
-        results = profile_job(opened, under, batches, rounds, not serially, seconds=seconds)
-        held = format_memory(opened, None if serially else under, results.loop or results[0])
+        results = profile_job(opened.job, under, batches, rounds, not serially, seconds)
+        held = format_memory(opened.job, None if serially else under, results.loop or results[0])
     echo(f"{results.format_report()}\n{LEGEND}\n{held}")
-    save(context, Output("written to", output, results.save))
+    save(context, "written to", output, results.save)
 
 
-@app.command("trace", cls=options.Command)
+@app.command("trace")
 def draw_trace(
     context: typer.Context,
     saved: Annotated[
@@ -202,10 +184,10 @@ def draw_trace(
     recorded = load_timeline(saved)
     check_outputs(context, pictures=[output])
     echo(recorded.format_summary())
-    save(context, Output("drawn into", output, partial(draw, recorded, saved.stem)))
+    save(context, "drawn into", output, partial(draw, recorded, saved.stem))
 
 
-@app.command("report", cls=options.Command)
+@app.command("report")
 def report(
     context: typer.Context,
     workload: Annotated[
@@ -222,8 +204,9 @@ def report(
     plan: Annotated[
         str,
         typer.Option(
-            metavar="NAME|FILE.toml",
-            help="What the loop runs under: a ready-made plan of the workload, or a file.",
+            metavar="pipelined|FILE.toml",
+            help="What the loop runs under: pipelined, in which leading pure tasks run ahead, or a "
+            "file.",
             show_default="the plain loop",
         ),
     ] = "",
@@ -241,17 +224,20 @@ def report(
     """Say what bounds a loop, the most to gain, and what to do next."""
     if not workload:
         if plan or as_json:
-            raise UserError("--plan and --json: name the workload, too")
+            raise UserError(
+                "--plan and --json are about a loop, and none is named: swpipe report "
+                "module:function"
+            )
         echo(format_settings(device))
         return
     check_outputs(context, output)
     page = report_job(context, workload, plan, rounds, device)
     echo(json.dumps(page.to_dict(), indent=2) if as_json else page.format())
     # With ``--json``, nothing else may be printed, so that the output can be parsed.
-    save(context, Output("written to", output, page.save), quiet=as_json)
+    save(context, "" if as_json else "written to", output, page.save)
 
 
-@app.command("diff", cls=options.Command)
+@app.command("diff")
 def diff(
     before: Annotated[Path, typer.Argument(metavar="BEFORE.json", help="From `swpipe profile`.")],
     after: Annotated[Path, typer.Argument(metavar="AFTER.json", help="The same, later.")],
@@ -275,56 +261,39 @@ def diff(
         raise typer.Exit(1)
 
 
-@app.command("demo", cls=options.Command)
+@app.command("demo")
 def demo(
     context: typer.Context,
-    directory: Annotated[
-        Path, typer.Option(metavar="PATH", help="Where data and results go.")
-    ] = Path("build/demo"),
-    steps: Annotated[
-        int | None, options.count("Under each plan; none: as many as take a few seconds.")
-    ] = None,
+    directory: Annotated[Path, typer.Option(metavar="PATH", help="Where the results go.")] = Path(
+        "build/demo"
+    ),
+    steps: options.Steps = None,
 ) -> None:
     """Train serially and pipelined, compare, break down and draw."""
     files = [directory / name for name in DEMO_FILES]
     # Without matplotlib, the demo leaves the pictures out, and says so at the end.
     pictures = [directory / name for name in DEMO_PICTURES if find_spec("matplotlib")]
     check_outputs(context, *files, pictures=pictures)
-    opening = partial(Opened, context, DEFAULT, "cpu", [""])
-    opened = opening()
-    work = opened.workload
-    plans = {name: work.plans[name]() for name in (SERIAL, work.usual_plan)}
-    echo(f"Training the same model ({work.name}) under two plans, in turns: {', '.join(plans)}.")
-    # Without ``--steps``, the time limits of the demo decide, not the number of steps.
-    most = MOST_COUNT if steps is None else steps
-    with open_runs(opened, list(plans.items()), most) as runs:
-        recorded = train_runs(runs, None if steps else _DEMO_TRAINS_S)
-        echo(job_run.report(runs))
-        interval_ms = 1e3 / max(run.steps_per_s for run in runs)
+    opened = Opened(context, DEFAULT, None, [SERIAL, PIPELINED])
+    echo(f"Training the same model ({DEFAULT}) under two plans, in turns: {SERIAL}, {PIPELINED}.")
+    with open_runs(opened, steps) as runs:
+        recorded = train_in_turns(runs)
+        echo(report_of(runs))
     breakdown = []
     for label, pipelined in (("plain loop", False), ("under the plan", True)):
         echo(f"\nWhat each task costs, {label}.")
-        with opening() as opened:
-            (result,) = profile_job(
-                opened,
-                opened.plan(),
-                1,
-                ROUNDS,
-                pipelined,
-                seconds=_DEMO_PROFILES_S,
-                # The spread is relative to the fastest run, so that slow machines do not profile
-                # longer.
-                target_spread_ms=_DEMO_SPREAD * interval_ms,
-            )
+        (result,) = profile_job(
+            opened.open_job(), opened.plan(PIPELINED), 1, ROUNDS, pipelined, _DEMO_PROFILES_S
+        )
         breakdown.append(replace(result, batch=label))
         echo(breakdown[-1].format_report())
     echo(f"\n{LEGEND}\n\nfiles:")
     both = ProfileResults(breakdown)
-    drawn = partial(draw, recorded, f"{work.name}, plan {work.usual_plan}")
+    drawn = partial(draw, recorded, f"{DEFAULT}, plan {PIPELINED}")
     # The order is that of the files: timeline, two breakdowns, then pictures if there are any.
-    writes: list[Any] = [recorded.save, *(result.save for result in breakdown)]
-    writes += [drawn, both.plot][: len(pictures)]
-    save(context, *map(partial(Output, " "), [*files, *pictures], writes))
+    writes: list[Any] = [recorded.save, *(result.save for result in breakdown), drawn, both.plot]
+    for path, write in zip([*files, *pictures], writes, strict=False):
+        save(context, " ", path, write)
     if not pictures:
         echo("no pictures: they need matplotlib: pip install 'swpipe[plot]'")
 
@@ -333,46 +302,16 @@ def demo(
 
 
 @contextmanager
-def open_runs(
-    opened: Opened, plans: Sequence[tuple[str, PipelinePlan]], steps: int | None
-) -> Iterator[list[JobRun]]:
-    """Open one run per named plan, each with a job of its own, and close them after the block."""
+def open_runs(opened: Opened, steps: int | None) -> Iterator[list[JobRun]]:
+    """Open one run per plan, each with a job of its own, and close them after the block."""
+    plans = {name: opened.plan(name) for name in opened.plans}
     with ExitStack() as stack:
         runs = []
-        for name, plan in plans:
+        for name in opened.plans:
             with about_plan(name):
-                runs.append(stack.enter_context(JobRun(name, opened.open_job(), plan, steps)))
+                runs.append(JobRun(plain(name), opened.open_job(), plans[name], steps))
+            stack.enter_context(runs[-1].pipe)
         yield runs
-
-
-def train_runs(runs: Sequence[JobRun], seconds: float | None = None) -> Trace:
-    """Run steps of all runs alternately, and record the end of the last run.
-
-    Args:
-        runs: Runs of the same length.
-        seconds: Run as many steps as take each run about this long; None for all of their steps.
-    """
-    steps = runs[0].steps
-    turn = _TURN
-    warm_up = _UNTIMED
-    traced = min(steps, _TRACED)
-    with progress_bar("training", " steps", None if seconds else steps * len(runs)) as bar:
-        # The step time is measured, because it determines how many steps fit into a turn.
-        if seconds:
-            for _ in range(2):  # the first pass loads and allocates
-                begin_s = time.monotonic()
-                warm_up = 0
-                alternate(runs, _UNTIMED, warm_up=_UNTIMED, on_step=bar.update)
-            step_s = (time.monotonic() - begin_s) / (_UNTIMED * len(runs))
-            turn = max(_DEMO_TURN, round(seconds / _DEMO_TURNS / step_s))
-            steps = traced + _DEMO_TURNS * turn
-        # Runs alternate in turns, so that a machine whose speed drifts favours none of them.
-        alternate(runs, steps - traced, chunk=turn, warm_up=warm_up, on_step=bar.update)
-        # The recorded steps are not timed: recording slows them down.
-        for run in runs:
-            with run.pipe.trace() as recorded:
-                run.advance(traced, bar.update, timed=False)
-    return recorded
 
 
 def format_outcome(tuned: Tuned, run: JobRun) -> str:
@@ -393,45 +332,40 @@ def draw(recorded: Trace, what: str, path: Path) -> None:
 
 
 def profile_job(
-    opened: Opened,
+    job: Job,
     plan: PipelinePlan,
     batches: int | None,
     rounds: int,
     pipelined: bool,
-    *,
-    seconds: float | None = None,
-    target_spread_ms: float | None = None,
+    seconds: float | None,
 ) -> ProfileResults:
     """Measure the tasks of a job under a plan, or in a plain loop.
 
     Args:
-        opened: The job.
+        job: The job.
         plan: The plan.
         batches: The number of batches that are measured one by one; None to measure the loop, on a
             sample of its batches.
-        rounds: The number of visits to each task, unless one of the next two is given.
+        rounds: The number of visits to each task, unless ``seconds`` is given.
         pipelined: Whether iterations run under the plan.
         seconds: See ``TaskProfiler.profile_many``; of the loop, the time for all of it.
-        target_spread_ms: See ``TaskProfiler.profile_many``.
     """
-    with opened.pipeline(plan) as pipe:
-        profiler = TaskProfiler(pipe, loader=opened.loader)
+    with job.pipeline(plan) as pipe:
+        profiler = TaskProfiler(pipe, loader=job.loader)
         about: Any = {"pipelined": pipelined, "verbose": True, "seconds": seconds}
         if batches is None:
-            sample = opened.measured()
+            sample = job.sample()
             within = None if seconds else rounds
             return ProfileResults([profiler.profile_loop(sample, num_rounds=within, **about)])
-        return profiler.profile_many(
-            opened.take(batches), num_rounds=rounds, target_spread_ms=target_spread_ms, **about
-        )
+        return profiler.profile_many(job.take(batches), num_rounds=rounds, **about)
 
 
-def format_memory(opened: Opened, plan: PipelinePlan | None, result: ProfileResult) -> str:
+def format_memory(job: Job, plan: PipelinePlan | None, result: ProfileResult) -> str:
     """Return the predicted memory of a plan, or of the plain loop, with the costs of a profile.
 
     On a device, a second line has what its allocator counted in this process, including parameters.
     """
-    loop = opened.loop()
+    loop = job.loop()
     costs = replace(result.costs, memory=loop.measure_memory())
     plan = PipelinePlan.serial(loop.tasks) if plan is None else plan
     held = peak_of(plan, costs, streams=loop.has_streams)
@@ -453,12 +387,10 @@ def report_job(
 
     # The serial plan is the same as no plan: the report is then about the plain loop.
     plain_loop = plan in ("", SERIAL)
-    with (
-        Opened(context, workload, device, [] if plain_loop else [plan]) as opened,
-        about_plan(plan or workload),
-    ):
+    opened = Opened(context, workload, device, [] if plain_loop else [plan])
+    with about_plan(plan or workload):
         return report_on(
-            opened.loop(opened.measured()),
+            opened.job.loop(opened.job.sample()),
             None if plain_loop else opened.plan(),
             name=workload,
             rounds=rounds,
@@ -471,11 +403,3 @@ def format_settings(device: str | None) -> str:
 
     findings = environment_findings(resolve(device), None, 0)
     return "\n".join(map(str, findings)) or "no findings: the machine and its settings"
-
-
-def numbered(names: Sequence[str]) -> list[str]:
-    """Return the names for printing; a repeated name gets a number, as in "serial (2)"."""
-    return [
-        plain(name) + (f" ({earlier + 1})" if (earlier := names[:k].count(name)) else "")
-        for k, name in enumerate(names)
-    ]

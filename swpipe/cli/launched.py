@@ -1,23 +1,17 @@
-"""The command line on several ranks: rank 0 prints, and all ranks end with the same exit code.
+"""The command line on several ranks: all run one command, and rank 0 prints the results.
 
-Under torchrun the same command runs on every rank, and only rank 0 prints. A mistake of the user is
-often seen by one rank only (for example, a malformed row of its own share), while the other ranks
-wait for it in a collective, which Python cannot interrupt. Therefore::
+Under torchrun the same command runs on every rank. Before a job is opened, the ranks compare their
+commands and plans through the job's store, and none goes on alone. A mistake of the user is one
+line from each rank that has it, and the launcher ends the other ranks.
 
-    rank that sees it     puts a verdict (message, exit code) into the job's store; the first counts
-    rank 0                prints the message, once, and notes in the store that it did
-    every rank            then, when all are ready, ends with the verdict's exit code
-
-A thread on each rank polls for a verdict, and ends the process if the main thread cannot. The
-variables that torchrun sets may come from elsewhere, for example from a cluster's container.
+The variables that torchrun sets may come from elsewhere, for example from a cluster's container.
 Therefore only the commands that several ranks run together join the other ranks, and outside of
 torchrun they print that they wait.
 
-Other exceptions are not changed: the rank that raised prints its traceback and ends with exit code
-1, without the interpreter's shutdown, in which gloo sometimes aborts (exit code -6): a pending
-collective is completed by another rank, and gloo's thread releases the last reference to a tensor.
-For that it needs the interpreter lock, and an interpreter that is shutting down ends each thread
-that asks for it; inside a C++ destructor, that aborts.
+A rank that fails ends without the interpreter's shutdown, in which gloo sometimes aborts (exit code
+-6): a pending collective is completed by another rank, and gloo's thread releases the last
+reference to a tensor. For that it needs the interpreter lock, and an interpreter that is shutting
+down ends each thread that asks for it; inside a C++ destructor, that aborts.
 """
 
 from __future__ import annotations
@@ -25,13 +19,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,31 +32,17 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from swpipe._distributed.agreement import Facts, differences, plan_facts
-from swpipe._distributed.rank_checks import within
-from swpipe.cli.options import flag
-from swpipe.cli.user_errors import REPORTED, UserError, Verdict, echo, verdict_on
+from swpipe._distributed.rank_checks import answers_of_ranks, within
+from swpipe.cli.options import MOST_COUNT, flag
+from swpipe.cli.user_errors import UserError, echo, exit_code
 from swpipe.core.messages import one_line, plain, shorten
 from swpipe.core.plan import PipelinePlan
-from swpipe.device import on_cpu
-from swpipe.tasks.workload import MOST_COUNT
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-T = TypeVar("T")
+from swpipe.device import on_cpu, resolve
 
 COMMANDS = ("train", "profile", "plan", "report")
 """The commands that several ranks run together; of ``plan``, all subcommands but ``show``."""
 
 JOIN_S = 300.0  # all ranks must have started within this time
-_POLL_S = 0.2  # interval of polling for a verdict
-_REPORT_S = 10.0  # rank 0 must have printed a verdict within this time
-_FIRST_S = 600.0  # time for what a node's first rank does before the other ranks
-
-_VERDICT = "swpipe/verdict"
-_PRINTED = "swpipe/printed"
-_READY = "swpipe/ready"
-_LEAVE = "swpipe/leave"
 _COMMAND = "swpipe/command/{}"
 
 
@@ -111,7 +89,7 @@ class Rank:
         self._local_rank = (
             _number("LOCAL_RANK", self.size - 1) if "LOCAL_RANK" in os.environ else self.number
         )
-        here = f"rank {self.number} of {self.size}, at {shorten(os.environ['MASTER_ADDR'])}:{port}"
+        here = f"{self}, at {shorten(os.environ['MASTER_ADDR'])}:{port}"
         if not dist.is_torchelastic_launched():
             echo(
                 f"swpipe: RANK is set: {here}: waits at most {JOIN_S:g} s for the others", err=True
@@ -124,17 +102,23 @@ class Rank:
                 f"{here}: cannot join the others: {why}; start all ranks, or unset RANK to run in "
                 "one process"
             ) from error
-        self._connection = self._store.clone()  # a connection of its own for the watching thread
         if self._local_rank < torch.accelerator.device_count():
             torch.accelerator.set_device_index(self._local_rank)
 
-    def join(self, device: str) -> str:
+    def __str__(self) -> str:
+        return f"rank {self.number} of {self.size}"
+
+    def join(self, device: str | None) -> str:
         """Form the process group for a kind of device, and return the device of this rank.
+
+        Args:
+            device: The device in torch's words; None for the machine's accelerator, or the CPU.
 
         Raises:
             UserError: A single device was named, but every rank takes its own; or this rank has
                 none.
         """
+        device = device or resolve(None).type
         kind = torch.device(device)
         join = partial(
             dist.init_process_group, store=self._store, rank=self.number, world_size=self.size
@@ -144,7 +128,7 @@ class Rank:
             return device
         if ":" in device:
             raise UserError(
-                f"--device {device}: each rank takes a device of its own; say --device {kind.type}"
+                f"--device {device}: each rank takes a device of its own; give --device {kind.type}"
             )
         if self._local_rank >= torch.accelerator.device_count():
             raise UserError(
@@ -162,88 +146,19 @@ class Rank:
         Raises:
             UserError: The ranks were given different commands; raised on all ranks.
         """
-        self._store.set(_COMMAND.format(self.number), json.dumps(facts))
         keys = [_COMMAND.format(rank) for rank in range(self.size)]
-        self._store.wait(keys, timedelta(seconds=_FIRST_S))
-        differing = differences([json.loads(text) for text in self._store.multi_get(keys)])
+        self._store.set(keys[self.number], json.dumps(facts))
+        advice = "see the errors of the other ranks, and start all with the same command"
+        try:
+            answers = answers_of_ranks(self._store, keys, JOIN_S, "began no command", advice)
+        except RuntimeError as error:
+            raise UserError(one_line(str(error))) from error
+        differing = differences(list(map(json.loads, answers)))
         if differing:
             raise UserError(
                 f"the ranks were given different commands: {differing}. Start all of them with the "
                 "same command, and with the same plan files on every node"
             )
-
-    def end(self, verdict: Verdict) -> NoReturn:
-        """End this process, and with it the job.
-
-        Args:
-            verdict: The verdict of this rank. The first verdict of all ranks counts.
-        """
-        # ``compare_set`` is atomic in the store: exactly one rank's verdict becomes the first.
-        first = self._store.compare_set(_VERDICT, "", json.dumps(verdict))
-        self._leave(self._store, Verdict(*json.loads(first)), sys.stderr)
-
-    def fail(self, error: Exception) -> NoReturn:
-        """End this process with the traceback of an exception, and exit code 1."""
-        get_error_handler().record_exception(error)  # torchrun reports the earliest of all ranks
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # no interpreter shutdown: see the module's docstring
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """End the process if another rank leaves a verdict while the block runs."""
-        done = threading.Event()
-        # The thread keeps the present stderr, since ``sys.stderr`` is redirected later on most
-        # ranks.
-        stderr = sys.stderr
-        watcher = threading.Thread(
-            target=self._watch, args=(done, stderr), name="swpipe-verdict", daemon=True
-        )
-        watcher.start()
-        try:
-            yield
-        finally:
-            done.set()
-            watcher.join()
-
-    # ------------------------------------------------------------------ private
-
-    def _leave(self, store: Store, verdict: Verdict, stderr: TextIO) -> NoReturn:
-        line = f"swpipe: {verdict.message}"
-        within = timedelta(seconds=_REPORT_S)
-        printed = False
-        try:
-            if self.number == 0:
-                print(line, file=stderr, flush=True)
-                printed = True
-                store.set(_PRINTED, "yes")
-            else:
-                store.wait([_PRINTED], within)
-                printed = True
-            # All ranks end together: torchrun kills the ranks that still run after another has
-            # failed.
-            if store.add(_READY, 1) == self.size:
-                store.set(_LEAVE, "yes")
-            else:
-                store.wait([_LEAVE], within)
-        except RuntimeError as gone:  # a rank or the store, which rank 0 may host, has ended
-            if not printed:  # as far as known: better twice than never
-                print(f"{line} (rank {self.number}, left alone: {gone})", file=stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(verdict.code)  # do not wait for collectives that never complete
-
-    def _watch(self, done: threading.Event, stderr: TextIO) -> None:
-        store = self._connection
-        while not done.wait(_POLL_S):
-            try:
-                if not store.check([_VERDICT]):
-                    continue
-            except RuntimeError:  # the store has ended, and so has the job
-                return
-            if not done.wait(2 * _POLL_S):  # give the main thread time to end by itself
-                print(file=stderr)  # the line may contain a progress bar
-                self._leave(store, Verdict(*json.loads(store.get(_VERDICT))), stderr)
 
 
 def agree(context: typer.Context, plans: Sequence[PipelinePlan | None]) -> None:
@@ -284,28 +199,31 @@ def command_facts(
 def run_on_ranks(command: Callable[[Rank], int | None]) -> int:
     """Run a command on this rank, together with the other ranks, and return its exit code.
 
-    If the command raises, this does not return: the process ends.
+    If the command fails, this does not return: the process ends.
     """
     rank = Rank()
     # Several ranks share a machine's cores. Also, a sum that is split among threads is rounded
     # differently.
     torch.set_num_threads(1)
+    code = 1
     try:
-        return _run(rank, command)
+        code = exit_code(lambda: _run(rank, command), f"swpipe: {rank}")
     except Exception as error:  # noqa: BLE001 - printed, and the process ends
-        rank.fail(error)
+        get_error_handler().record_exception(error)  # torchrun reports the earliest of all ranks
+        sys.excepthook(type(error), error, error.__traceback__)
+    if code:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # no interpreter shutdown: see the module's docstring
+    return code
 
 
-def _run(rank: Rank, command: Callable[[Rank], int | None]) -> int:
-    code = 0
-    try:
-        with Path(os.devnull).open("w") as nowhere, rank.watched(), ExitStack() as muted:
-            if rank.number:
-                muted.enter_context(redirect_stdout(nowhere))
-                muted.enter_context(redirect_stderr(nowhere))
-            code = command(rank) or 0
-            if dist.is_initialized():
-                dist.destroy_process_group()
-    except REPORTED as error:
-        rank.end(verdict_on(error))
+def _run(rank: Rank, command: Callable[[Rank], int | None]) -> int | None:
+    with Path(os.devnull).open("w") as nowhere, ExitStack() as muted:
+        if rank.number:
+            muted.enter_context(redirect_stdout(nowhere))
+            muted.enter_context(redirect_stderr(nowhere))
+        code = command(rank)
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return code

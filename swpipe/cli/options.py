@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from swpipe.tasks.workload import DEFAULT, MOST_COUNT
+DEFAULT = "images"
+"""The workload of a command that names none: the image model."""
+
+MOST_COUNT = 2**31 - 1
+"""The greatest value of an option that is a count, for example of steps."""
 
 Plan = Annotated[
     str,
     typer.Option(
         "--plan",
-        metavar="NAME|auto|FILE.toml",
-        help="How to overlap: a ready-made plan of the workload, or a file; auto measures briefly "
-        "and chooses.",
-        show_default="the workload's usual plan",
+        metavar="NAME|FILE.toml",
+        help="How to overlap: serial; pipelined, in which leading pure tasks run ahead; auto, "
+        "which measures briefly and chooses; or a file.",
+        show_default="pipelined for the image model, else serial",
     ),
 ]
 Device = Annotated[
@@ -50,35 +51,9 @@ def file(metavar: str, text: str) -> Any:
     return typer.Option(metavar=metavar, help=text)
 
 
-_RANGE = re.compile(r"x>=([\d.]+)|([\d.]+)<=x<=([\d.]+)")
-_FAR = 10**6  # limits from here on are not shown
-
-
-class Command(TyperCommand):
-    """A command whose help gives ranges in words."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the help sections of the arguments and the options."""
-        sections: dict[str, list[tuple[str, str]]] = defaultdict(list)
-        for param in self.get_params(ctx):
-            if (record := param.get_help_record(ctx)) is not None:
-                name, text = record
-                if param.param_type_name == "argument":
-                    sections["Arguments"].append((name.partition(" <")[0], text))
-                else:
-                    sections["Options"].append((name, _RANGE.sub(_in_words, text)))
-        for heading, rows in sections.items():
-            with formatter.section(heading):
-                formatter.write_dl(rows)
-
-
-def _in_words(limits: re.Match[str]) -> str:
-    # Upper limits only guard against overflow if they are huge, so the help leaves them out.
-    least = limits[1] or limits[2]
-    most = limits[3]
-    return f"{least} or more" if most is None or float(most) >= _FAR else f"{least} to {most}"
-
-
 def flag(name: str) -> str:
     """Return the option of a parameter: ``--batch-size`` for ``batch_size``."""
     return f"--{name.replace('_', '-')}"
+
+
+Steps = Annotated[int | None, count("Steps under each plan; none: once through the data.")]

@@ -14,27 +14,23 @@ import typer
 
 from swpipe.analysis import verify
 from swpipe.cli import options
-from swpipe.cli.launched import agree
+from swpipe.cli.options import DEFAULT
 from swpipe.cli.user_errors import UserError, about_plan, echo
 from swpipe.cli.user_inputs import (
     TUNING_S,
     Opened,
-    Output,
     check_outputs,
     load_file,
-    load_plan,
     load_timeline,
     save,
 )
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import plain
-from swpipe.core.plan import MOST_ITERATIONS, PipelinePlan
+from swpipe.core.plan import MOST_ITERATIONS
 from swpipe.core.task import PipelineTask
 from swpipe.pipeline import SWPipeline
 from swpipe.planning import Limits, auto_plan, lower_bounds
 from swpipe.planning import simulate as simulate_plan
-from swpipe.tasks.images.images_workload import IMAGES
-from swpipe.tasks.workload import DEFAULT
 from swpipe.trace import Trace, format_stacked, plot_stacked
 from swpipe.tuning.autotuning import EFFORT
 
@@ -43,7 +39,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-PlanName = Annotated[str, typer.Argument(metavar="PLAN", help="Its name, or FILE.toml or .json.")]
+PlanName = Annotated[
+    str, typer.Argument(metavar="PLAN", help="serial, pipelined, or FILE.toml or .json.")
+]
 Costs = Annotated[
     Path | None, options.file("COSTS.json", "What tasks cost; none: measured on the workload.")
 ]
@@ -54,19 +52,17 @@ KeepCosts = Annotated[
 PlanFile = Annotated[Path | None, options.file("OUT.toml", "Write the plan, as TOML or JSON.")]
 
 
-@app.command("show", cls=options.Command)
+@app.command("show")
 def show(
     context: typer.Context,
     plan: PlanName,
+    workload: options.Workload = DEFAULT,
     periods: Annotated[int, options.count("Periods to show.", 100)] = 6,
-    costs: Annotated[
-        Path | None, options.file("COSTS.json", "Of its tasks: show what it takes and holds, too.")
-    ] = None,
     output: PlanFile = None,
 ) -> None:
     """Show a plan: what works when, and what waits for what."""
     check_outputs(context, output)
-    loaded = load_plan(plan, IMAGES.plans)
+    loaded = Opened(context, workload, None, [plan]).plan()
     # Tasks that do nothing suffice to validate a plan and to show its schedule.
     tasks = [PipelineTask(name, lambda ctx: None) for name in loaded.schedule]
     with about_plan(plan), SWPipeline(loaded, tasks, device="cpu") as pipe:
@@ -74,13 +70,10 @@ def show(
         kind = "a device with streams" if streams else "the CPU"
         echo(f"{pipe.format_schedule(periods)}\n\n{pipe.format_stage_analysis()}")
         echo(f"\nprogram for {kind}:\n{pipe.format_program(streams=streams)}")
-        if costs is not None:
-            model, streams = _costs(costs)
-            echo(f"\n{simulate_plan(loaded, model, streams=streams).format()}")
-    save(context, Output("written to", output, loaded.save))
+    save(context, "written to", output, loaded.save)
 
 
-@app.command("infer", cls=options.Command)
+@app.command("infer")
 def infer(
     context: typer.Context,
     workload: options.Workload = DEFAULT,
@@ -92,18 +85,16 @@ def infer(
 ) -> None:
     """Record what each task touches; infer the dependences."""
     check_outputs(context, output)
-    with (
-        Opened(context, workload, device, [plan] if plan else []) as opened,
-        about_plan(plan or workload),
-    ):
-        loop = opened.loop()
+    opened = Opened(context, workload, device, [plan] if plan else [])
+    with about_plan(plan or workload):
+        loop = opened.job.loop()
         recording = loop.record()
         echo(recording.report(opened.plan() if plan else None))
         inferred = loop.inferred_plan(recording)
-    save(context, Output("written to", output, inferred.save))
+    save(context, "written to", output, inferred.save)
 
 
-@app.command("check", cls=options.Command)
+@app.command("check")
 def check(
     context: typer.Context,
     plan: PlanName,
@@ -115,8 +106,9 @@ def check(
     device: options.Device = None,
 ) -> None:
     """Check that a plan gives the same numbers in every interleaving."""
-    with Opened(context, workload, device, [plan]) as opened, about_plan(plan):
-        loop = opened.loop()
+    opened = Opened(context, workload, device, [plan])
+    with about_plan(plan):
+        loop = opened.job.loop()
         recording = loop.record()
         loaded = opened.plan()
         # The recording has found the state to restore, so measuring memory need not find it again.
@@ -131,7 +123,7 @@ def check(
         echo(verified.footprint.format())
 
 
-@app.command("simulate", cls=options.Command)
+@app.command("simulate")
 def simulate(
     context: typer.Context,
     plan: PlanName,
@@ -148,18 +140,16 @@ def simulate(
 ) -> None:
     """Predict a plan's timeline and interval from its tasks' costs."""
     check_outputs(context, keep, pictures=[picture])
-    # With given costs, no workload has to run.
+    opened = Opened(context, workload, device, [plan])
+    loaded = opened.plan()
+    # With given costs, no task has to run.
     if costs is not None:
-        loaded, (model, streams) = _planned(context, plan), _costs(costs)
+        model, streams = _costs(costs)
     else:
-        with Opened(context, workload, device, [plan]) as opened:
-            loaded = opened.plan()
-            # The workload stays open only while it is measured; the simulation needs just the
-            # costs.
-            loop = opened.loop(opened.measured())
-            # Costs are measured under the plan itself, whose tasks slow each other down.
-            model = replace(loop.measure(loaded), memory=loop.measure_memory())
-            streams = loop.has_streams
+        loop = opened.job.loop(opened.job.sample())
+        # Costs are measured under the plan itself, whose tasks slow each other down.
+        model = replace(loop.measure(loaded), memory=loop.measure_memory())
+        streams = loop.has_streams
     with about_plan(plan):
         result = simulate_plan(loaded, model, streams=streams)
         bounds = lower_bounds(loaded, model, streams=streams)
@@ -171,14 +161,11 @@ def simulate(
     # Narrower, a timeline is unreadable; wider, its lines get too long to follow.
     width = min(max(get_terminal_size().columns, 60), 200)
     echo(f"{format_stacked(traces, width)}\n\n{result.format()}\n\n{bounds.format()}")
-    save(
-        context,
-        Output("drawn into", picture, lambda path: plot_stacked(traces, path)),
-        Output("costs written to", keep, model.save),
-    )
+    save(context, "drawn into", picture, lambda path: plot_stacked(traces, path))
+    save(context, "costs written to", keep, model.save)
 
 
-@app.command("auto", cls=options.Command)
+@app.command("auto")
 def auto(
     context: typer.Context,
     plan: Annotated[
@@ -211,21 +198,27 @@ def auto(
     # The option may be repeated, and each value may list several tasks.
     groups = tuple(name for text in frozen or () for name in text.split(",") if name)
     limits = Limits(in_flight=in_flight, threads=threads, frozen=groups, max_bytes=max_bytes)
+    opened = Opened(context, workload, device, [plan] if plan else [])
     # Without a plan, everything is measured; with a plan, nothing is, so costs must be given.
     if not plan:
         if costs is not None:
-            raise UserError("--costs: name the plan too that carries the dependences")
-        with Opened(context, workload, device) as opened:
-            tuned = opened.tune(limits, seconds)
+            raise UserError(
+                "--costs is given without a plan, whose dependences are needed: swpipe plan auto "
+                "PLAN --costs COSTS.json"
+            )
+        tuned = opened.job.tune(limits, seconds)
         # Both branches set ``text``, ``chosen`` and ``model``, which are printed and saved at the
         # end.
         text = tuned.format()
         chosen = tuned.plan
         model = tuned.costs
     else:
-        loaded = _planned(context, plan)
         if costs is None:
-            raise UserError("--costs: say what the plan's tasks cost, or name no plan")
+            raise UserError(
+                f"plan {plain(plan)} is given without the costs of its tasks: give --costs "
+                "COSTS.json, or name no plan, and the workload is measured"
+            )
+        loaded = opened.plan()
         model, streams = _costs(costs)
         with about_plan(plan):
             # The planner's time grows with the number of tasks, so large plans get less effort.
@@ -234,18 +227,8 @@ def auto(
         text = choice.format()
         chosen = choice.plan
     echo(text)
-    save(
-        context,
-        Output("costs written to", keep, model.save),
-        Output("written to", output, chosen.save),
-    )
-
-
-def _planned(context: typer.Context, name: str) -> PipelinePlan:
-    """Load a plan that needs no tasks, and check that it is the same on all ranks."""
-    loaded = load_plan(name, IMAGES.plans)
-    agree(context, [loaded])
-    return loaded
+    save(context, "written to", output, chosen.save)
+    save(context, "costs written to", keep, model.save)
 
 
 def _costs(path: Path) -> tuple[CostModel, bool]:

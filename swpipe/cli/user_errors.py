@@ -1,6 +1,6 @@
 """The output of the command line, and mistakes of the user, which are reported in one line.
 
-All text goes through ``echo`` or ``verdict_on``: file names, rows of a log and texts of exceptions
+All text goes through ``echo`` or ``exit_code``: file names, names of tasks and texts of exceptions
 come from outside, and a terminal would obey their escape codes.
 """
 
@@ -9,30 +9,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 
 from swpipe.core.messages import escaped, one_line, plain
 from swpipe.errors import PlanError
-from swpipe.tasks.workload import InputError, TrainingFailedError
 
 ClickError: Any = typer.BadParameter.__mro__[2]
 """The click exception with a message and an exit code; typer exports only its subclasses."""
 
-REPORTED: Any = (InputError, TrainingFailedError, ClickError)
-"""The exceptions that end a command with one line instead of a traceback."""
 
-
-class Verdict(NamedTuple):
-    """The end of a command: a message of one line, and the exit code."""
-
-    message: str
-    code: int
-
-
-class UserError(InputError):
+class UserError(ValueError):
     """A mistake of the user at the command line; the message is one line."""
+
+
+class TrainingFailedError(RuntimeError):
+    """The error of a training that cannot continue; the message is one line."""
 
 
 def echo(text: str, *, err: bool = False) -> None:
@@ -61,31 +54,31 @@ def reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def verdict_on(error: Any) -> Verdict:
-    """Return the message and the exit code for one of ``REPORTED``.
+def exit_code(run: Callable[[], int | None], who: str = "swpipe") -> int:
+    """Run a command and return its exit code; report its error in one line.
 
-    If a command line was not understood, the message includes the usage of the command.
+    If a command line was not understood, the line includes the usage of the command.
+
+    Args:
+        run: The command.
+        who: The beginning of the line.
     """
-    if not isinstance(error, ClickError):
-        # Exit code 2 means a mistake of the user, 1 that training failed.
-        return Verdict(one_line(str(error)), 1 if isinstance(error, TrainingFailedError) else 2)
-    line = one_line(error.format_message())
-    if error.ctx is not None:
-        line += f" ({' '.join(error.ctx.get_usage().split())}; --help explains it)"
-    return Verdict(line, error.exit_code)
-
-
-def exit_code(run: Callable[[], int | None]) -> int:
-    """Run a command and return its exit code; report its error in one line."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # some terminals lack characters
     try:
         # Commands return None unless they set an exit code.
         return run() or 0
-    except REPORTED as error:
-        message, code = verdict_on(error)
-        typer.echo(f"swpipe: {message}", err=True)
-        return code
+    except (UserError, TrainingFailedError) as error:
+        line = one_line(str(error))
+        # Exit code 2 means a mistake of the user, 1 that training failed.
+        code = 1 if isinstance(error, TrainingFailedError) else 2
+    except ClickError as error:
+        line = one_line(error.format_message())
+        code = error.exit_code
+        if error.ctx is not None:
+            line += f" ({' '.join(error.ctx.get_usage().split())}; --help explains it)"
+    typer.echo(f"{who}: {line}", err=True)
+    return code
 
 
 @contextmanager

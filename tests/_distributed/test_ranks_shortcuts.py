@@ -98,4 +98,4 @@ def test_a_rank_that_changes_shortcuts_alone_is_refused() -> None:
     """After the time in which a stall is one."""
     with Ranks(2) as ranks:  # whose checks are not counted alike after that
         for act, said in zip(("disable", "enable"), ranks.run(_alone)[0], strict=True):
-            assert f"rank 1 has not {act}d shortcuts within 0.3 s" in said
+            assert f"rank 1 {act}d no shortcuts within 0.3 s: {act} the same tasks" in said

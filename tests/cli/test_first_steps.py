@@ -14,7 +14,7 @@ import torch
 from swpipe import IterContext, PipelineTask, TypedContext
 from swpipe.cli import app
 from swpipe.profiler import ProfileResults
-from swpipe.tasks.images import images_workload
+from swpipe.tasks import images
 from tests.cli.test_cli import needs_matplotlib, out, refused
 from tests.docs.pages import ROOT
 from tests.profiler.test_result import RESULT
@@ -62,7 +62,7 @@ def test_train_trains_a_loop_of_ones_own(
     args = ("--workload", f"my_loop:{name}", "--compare", "serial,serial", "--timeline", timeline)
     said = out(capsys, "train", *args)
     assert re.search(r"^serial +24 .* 0\.\d+ to -?\d+\.\d+$", said, re.MULTILINE)
-    assert re.search(r"^serial and serial \(2\): bit-equal: 24 losses$", said, re.MULTILINE)
+    assert re.search(r"^serial and serial: bit-equal: 24 losses$", said, re.MULTILINE)
     assert len(own) == 3  # one for the plan, and one for each run
     assert timeline.exists()
 
@@ -83,9 +83,9 @@ def test_train_tells_what_a_loop_of_ones_own_lacks(
 ) -> None:
     """A length, a batch; a loss it may lack."""
     told = refused(capsys, "train", "--workload", "my_loop:endless")
-    assert "--steps: say how many; the workload's batches have no length" in told
+    assert "--steps is missing: the batches of my_loop:endless have no length" in told
     told = refused(capsys, "train", "--workload", "my_loop:empty", "--steps", 3)
-    assert "plan serial: the workload gives no batch; return some" in told
+    assert "plan serial: the workload has no batch to train on" in told
     args = ("--workload", "my_loop:silent", "--compare", "serial,serial")
     assert "no ctx.loss to compare" in out(capsys, "train", *args)
 
@@ -95,7 +95,7 @@ def quick_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few images are drawn, and no task is measured."""
     result = ProfileResults([RESULT])
     monkeypatch.setattr(app, "profile_job", lambda *given, **options: result)
-    monkeypatch.setattr(images_workload, "_DIFFERENT", 4)
+    monkeypatch.setattr(images, "_DIFFERENT", 4)
 
 
 @pytest.mark.usefixtures("quick_demo")
@@ -106,7 +106,7 @@ def test_the_demo_runs_with_torch_alone(
     monkeypatch.setattr(app, "find_spec", lambda name: None)
     said = out(capsys, "demo", "--directory", tmp_path, "--steps", 40)
     assert "Training the same model (images) under two plans, in turns: serial, pipelined." in said
-    assert "bit-equal: 40 losses and 6 parameters" in said
+    assert "serial and pipelined: bit-equal: 40 losses\n" in said
     lines = said.split("files:\n")[1].splitlines()
     files = [Path(line.strip()) for line in lines if line.startswith(" ")]
     assert [file.name for file in files] == [*app.DEMO_FILES]

@@ -1,10 +1,11 @@
-"""The command line under torchrun: rank 0 speaks, and all ranks end alike."""
+"""The command line under torchrun: rank 0 prints results, and each rank its own mistakes."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import sys
 import time
 from dataclasses import replace
 from functools import partialmethod
@@ -19,9 +20,9 @@ from swpipe import PipelinePlan, TaskProfiler
 from swpipe._distributed.agreement import Facts, differences
 from swpipe.cli import launched as ranks
 from swpipe.cli.user_errors import UserError
-from swpipe.cli.user_inputs import Output, load_plan, save
+from swpipe.cli.user_inputs import save
 from swpipe.trace import Trace
-from tests.cli.test_cli import PLANS, out, run
+from tests.cli.test_cli import PLANS, out, refused
 from tests.support.scripts import Script, Scripts, as_torchrun
 from tests.support.servers import ROOT
 
@@ -112,7 +113,7 @@ def test_two_ranks_train_bit_equal(scripts: Scripts, here: Path) -> None:
     args = (*OWN, "my_ranked_loop:loop", "--compare", "serial,serial", "--timeline", "t.json")
     done = on_two_ranks(scripts, "train", *args, folder=here)
     assert done.codes == {}, done.err
-    assert done.out.count("serial and serial (2): bit-equal: 9 losses") == 1
+    assert done.out.count("serial and serial: bit-equal: 9 losses") == 1
     assert done.out.count("steps/s") == 1
     assert done.err.count("training: 100%") == 1  # of one rank alone
     assert {span.task for span in Trace.load(here / "t.json").spans} >= {"load", "reduce"}
@@ -133,12 +134,14 @@ def test_two_ranks_make_one_plan(scripts: Scripts, here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_one_rank_finds_wrong_is_told_once(scripts: Scripts, here: Path) -> None:
-    """The loop is wrong on rank 1; rank 0 tells, and both end with exit code 2."""
+def test_a_mistake_that_one_rank_finds_is_its_line(scripts: Scripts, here: Path) -> None:
+    """The loop is wrong on rank 1, which ends with 2; rank 0 loses it in its first collective."""
     done = on_two_ranks(scripts, "train", *OWN, "my_ranked_loop:half", folder=here)
     (told,) = done.told
-    assert told.startswith("swpipe: workload my_ranked_loop:half: it gave 3; return (tasks, batch")
-    assert done.codes == {0: 2, 1: 2}
+    assert told.startswith(
+        "swpipe: rank 1 of 2: workload my_ranked_loop:half: the function returned 3"
+    )
+    assert done.codes == {0: 1, 1: 2}
 
 
 APART = """
@@ -150,20 +153,20 @@ main([*told, "--plan", f"{folder}/plan{os.environ['RANK']}.toml"])
 
 
 @pytest.mark.slow
-def test_ranks_with_different_plan_files_are_told_so_once(scripts: Scripts, here: Path) -> None:
-    """In one line, with what differs and where; no batch is read."""
+def test_ranks_with_different_plan_files_are_told_so(scripts: Scripts, here: Path) -> None:
+    """In a line each, with what differs and where; no batch is read."""
     plan = PipelinePlan.serial(["load", "reduce"])
     plan.save(here / "plan0.toml")
     replace(plan, pipeline_depth=plan.depth + 1).save(here / "plan1.toml")
     args = (*OWN, "my_ranked_loop:loop", here)
     done = on_two_ranks(scripts, "train", *args, code=APART, folder=here)
-    (told,) = done.told
-    assert told.startswith("swpipe: the ranks were given different commands: plan 1, digest: ")
-    assert (
-        f"; plan 1, pipeline_depth: {plan.depth} on rank 0, {plan.depth + 1} on rank 1. Start all"
-        in told
-    )
-    assert told.endswith("with the same command, and with the same plan files on every node")
+    assert len(done.told) == 2
+    for rank, told in enumerate(sorted(done.told)):
+        begin = f"swpipe: rank {rank} of 2: the ranks were given different commands: plan 1, digest"
+        assert told.startswith(begin)
+        depths = f"{plan.depth} on rank 0, {plan.depth + 1} on rank 1"
+        assert f"; plan 1, pipeline_depth: {depths}. Start all" in told
+        assert told.endswith("with the same command, and with the same plan files on every node")
     assert "Traceback" not in done.err
     assert done.codes == {0: 2, 1: 2}
 
@@ -194,6 +197,15 @@ def test_a_rank_with_another_command_is_refused() -> None:
     rank.agree({"--steps": "7"})
     with pytest.raises(UserError, match="different commands: --steps: 6 on rank 0, 7 on rank 1"):
         rank.agree({"--steps": "6"})
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it has found a mistake before."""
+    monkeypatch.setattr(ranks, "JOIN_S", 0.01)
+    rank = ranks.Rank.__new__(ranks.Rank)
+    rank.number, rank.size, rank._store = 0, 2, dist.HashStore()
+    with pytest.raises(UserError, match="rank 1 began no command within 0.01 s: see the errors"):
+        rank.agree({"--steps": "7"})
 
 
 FAILING = f"import atexit; atexit.register(print, 'TORN DOWN'); {MAIN}"
@@ -236,74 +248,21 @@ def test_a_rank_that_raises_ends_at_once_where_the_store_is_gone(scripts: Script
     assert "ZeroDivisionError: planted on rank one" in rank.stderr
 
 
-class LeavingStore:
-    """A job's store whose process ends before it answers the call ``last``."""
-
-    def __init__(self, last: str) -> None:
-        self._last = last
-
-    def _answer(self, key: str) -> None:
-        if key == self._last:
-            raise RuntimeError("Connection was likely closed")
-
-    def compare_set(self, key: str, _: str, value: str) -> str:
-        return value
-
-    def set(self, key: str, _: str) -> None:
-        self._answer(key)
-
-    def wait(self, keys: list[str], _: object) -> None:
-        self._answer(keys[0])
-
-    def add(self, key: str, number: int) -> int:
-        self._answer(key)
-        return number
-
-
-@pytest.mark.parametrize("last", ["printed", "ready", "leave"])
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_verdict_is_told_once_also_where_rank_0_ends_first(
-    number: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With it the store may go; only a rank that does not know that it was told tells it again.
-
-    Once under load, both ranks told a mistake.
-    """
-    rank = object.__new__(ranks.Rank)
-    rank.number, rank.size, rank._store = number, 2, LeavingStore(f"swpipe/{last}")
-
-    def leave(code: int) -> None:
-        raise SystemExit(code)
-
-    monkeypatch.setattr(os, "_exit", leave)
-    with pytest.raises(SystemExit, match="2"):
-        rank.end(ranks.Verdict("no such file", 2))
-    told = capsys.readouterr().err.count("swpipe: no such file")
-    assert told == (number == 0 or last == "printed")
-
-
 # ------------------------------------------------- one rank, in this very process
 
 
 @pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> list[ranks.Verdict]:
-    """What torchrun says to a job's only rank; verdicts are kept, where a job would end."""
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun says to a job's only rank; a rank that fails ends in SystemExit."""
     told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     told["TORCHELASTIC_RUN_ID"] = "here"
     for name, value in {**told, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    verdicts: list[ranks.Verdict] = []
-    monkeypatch.setattr(ranks.Rank, "end", lambda _, verdict: verdicts.append(verdict))
-    monkeypatch.setattr(ranks.Rank, "fail", _reraise)
-    return verdicts
+    monkeypatch.setattr(os, "_exit", sys.exit)
 
 
-def _reraise(_: ranks.Rank, error: Exception) -> None:
-    raise error
-
-
+@pytest.mark.usefixtures("one_rank")
 def test_a_breakdown_is_of_every_task(
-    one_rank: list[ranks.Verdict],
     here: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -319,11 +278,10 @@ def test_a_breakdown_is_of_every_task(
         assert len(re.findall(rf"^{task} ", printed, re.MULTILINE)) == 1
     assert figures.exists()
     assert not dist.is_initialized()
-    assert one_rank == []
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_plans_are_inferred_and_checked_on_ranks(
-    one_rank: list[ranks.Verdict],
     here: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -337,81 +295,67 @@ def test_plans_are_inferred_and_checked_on_ranks(
     assert PipelinePlan.load(plan).schedule["reduce"].globally_ordered
     assert "orders are kept in every interleaving" in out(capsys, "plan", "check", plan, *args)
     assert not dist.is_initialized()
-    assert one_rank == []
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_ranks_have_to_be_told_the_same_planning_command(
-    one_rank: list[ranks.Verdict], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before anything is measured: one that measured where others do not would wait for them."""
     told: list[Facts] = []
     monkeypatch.setattr(ranks.Rank, "agree", lambda _, facts: told.append(facts))
     PipelinePlan.serial(["a"]).save(tmp_path / "here.toml")
-    run("plan", "auto", tmp_path / "here.toml", "--threads", 2)
-    run("plan", "simulate", tmp_path / "here.toml", "--costs", "no_costs.json")
-    assert [verdict.message.partition(":")[0] for verdict in one_rank] == [
-        "--costs",
-        "costs no_costs.json",
-    ]
+    first = refused(capsys, "plan", "auto", tmp_path / "here.toml", "--threads", 2)
+    assert first.startswith("swpipe: rank 0 of 1: plan ")
+    args = ("plan", "simulate", tmp_path / "here.toml", "--costs", "no_costs.json")
+    assert refused(capsys, *args).startswith("swpipe: rank 0 of 1: costs no_costs.json: ")
     said = differences(told)
     assert said.startswith("command: swpipe plan auto on rank 0, swpipe plan simulate on rank 1; ")
     assert "--costs: none on rank 0, 1 files on rank 1" in said
     assert "--threads: 2 on rank 0, none on rank 1" in said
 
 
-def test_only_rank_0_writes_files(one_rank: list[ranks.Verdict], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_only_rank_0_writes_files(tmp_path: Path) -> None:
     """All ranks have the same to write, perhaps at one place."""
     first, second = ranks.Rank(), ranks.Rank()
     second.number = 1
     written: list[Path] = []
     for rank in (None, first, second):
         context: Any = SimpleNamespace(obj=rank)
-        save(context, Output("written to", tmp_path / "plan.toml", written.append))
-        save(context, Output("written to", None, written.append))
+        save(context, "written to", tmp_path / "plan.toml", written.append)
+        save(context, "written to", None, written.append)
     assert written == [tmp_path / "plan.toml"] * 2
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (("demo",), "demo: under torchrun there are train, profile, plan"),
+        (("demo",), "demo runs in one process: under torchrun there are train"),
         (("plan", "show", "gone.toml"), "plan gone.toml: No such file"),
         (("train", "--no-such"), "No such option: --no-such"),
-        (("train",), "workload images: it runs in one process; under torchrun give --workload"),
         (("profile", *OWN, "gone:loop"), "workload gone:loop: No module named 'gone'"),
     ],
 )
-def test_what_the_user_got_wrong_is_a_verdict(
-    one_rank: list[ranks.Verdict], args: tuple[str, ...], told: str
+def test_what_the_user_got_wrong_is_one_line(
+    capsys: pytest.CaptureFixture[str], args: tuple[str, ...], told: str
 ) -> None:
-    """One line and exit code 2, for all ranks."""
-    run(*args)
-    ((message, code),) = one_rank
-    assert message.startswith(told)
-    assert "\n" not in message
-    assert code == 2
-    if dist.is_initialized():  # it would have ended with the job
+    """With the rank, and exit code 2."""
+    assert refused(capsys, *args).startswith(f"swpipe: rank 0 of 1: {told}")
+    if dist.is_initialized():  # it would have ended with the process
         dist.destroy_process_group()
 
 
-def test_a_device_is_each_ranks_own(one_rank: list[ranks.Verdict]) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_a_device_is_each_ranks_own() -> None:
     """One that is named belongs to one rank only."""
-    with pytest.raises(UserError, match="each rank takes a device of its own; say --device cuda"):
+    with pytest.raises(UserError, match="each rank takes a device of its own; give --device cuda"):
         ranks.Rank().join("cuda:1")
 
 
-def test_a_ready_made_plan_is_named_or_made() -> None:
-    """Only some commands make one."""
-    with pytest.raises(
-        UserError, match="plan auto: train and profile make one; elsewhere name a file"
-    ):
-        load_plan("auto", PLANS)
-    assert load_plan("serial", PLANS) == PLANS["serial"]()
-
-
-def test_ranks_are_known_by_what_torchrun_sets(
-    one_rank: list[ranks.Verdict], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_ranks_are_known_by_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it; without a rank, say, this is one process."""
     assert ranks.launched()
     monkeypatch.delenv("RANK")

@@ -201,7 +201,7 @@ def test_a_plan_is_chosen_from_costs_and_written(
 def test_a_limit_to_memory_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a plan and costs that have the tasks' memory; `show` prints what a plan holds."""
+    """With a plan and costs that have the tasks' memory; `simulate` prints what a plan holds."""
     monkeypatch.chdir(tmp_path)
     plan = PipelinePlan({"read": TaskSchedule(), "work": TaskSchedule()}, deps=[("work", "read")])
     memory = TaskMemory((Block("read", "work", 2**20, "x"),))
@@ -212,7 +212,7 @@ def test_a_limit_to_memory_is_kept(
         capsys, *args, 2**20, "--output", "best.toml"
     )
     assert "memory: at most 1 MiB in 1 iteration" in out(
-        capsys, "plan", "show", "best.toml", "--costs", "costs.json"
+        capsys, "plan", "simulate", "best.toml", "--costs", "costs.json"
     )
     assert "the smallest peak found is 1 MiB" in refused(capsys, *args, 2**19)
 
@@ -316,4 +316,7 @@ def test_a_workloads_own_error_is_told(here: Path) -> None:
     """As itself, with its traceback, and with the workload that raised it."""
     with pytest.raises(OSError, match="no such data") as caught:
         run("plan", "infer", "--workload", "my_loop:raising")
-    assert "while my_loop:raising was called" in caught.value.__notes__[0]
+    assert "my_loop:raising was called without arguments for" in caught.value.__notes__[0]
+    with pytest.raises(TypeError, match="argument: 'path'") as caught_too:
+        run("plan", "infer", "--workload", "my_loop:asking")
+    assert "my_loop:asking was called without arguments for" in caught_too.value.__notes__[0]

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 
-from swpipe import IterContext, PipelinePlan, PipelineTask
+from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
+from swpipe.cli import runs as job_runs
+from swpipe.cli.runs import JobRun, report_of, train_in_turns
+from swpipe.cli.user_errors import TrainingFailedError, UserError
 from swpipe.plans import prefetch_plan
-from swpipe.tasks.job_run import (
-    Comparison,
-    JobRun,
-    TrainingDivergedError,
-    alternate,
-    compare,
-    report,
-)
-from swpipe.tasks.workload import InputError, Job
 
 PLANS: dict[str, Any] = {
     "serial": lambda: PipelinePlan.serial(["load", "train"]),
@@ -28,19 +22,19 @@ PLANS: dict[str, Any] = {
 }
 
 
-class SumJob(Job):
-    """Learns the sum of its rows; says what it has trained on."""
+class SumJob:
+    """Learns the sum of its rows."""
 
     epoch_steps = 5
 
-    def __init__(self, seed: int = 0) -> None:
-        torch.manual_seed(seed)
+    def __init__(self) -> None:
+        torch.manual_seed(0)
         self.model = torch.nn.Linear(3, 1)
-        self.modules = [self.model]
-        self.closed = False
+        self.batches: Any = count()
 
-    def tasks(self) -> tuple[PipelineTask, ...]:
-        return PipelineTask("load", self.load, pure=True), PipelineTask("train", self.train)
+    def pipeline(self, plan: PipelinePlan) -> SWPipeline[Any]:
+        tasks = PipelineTask("load", self.load, pure=True), PipelineTask("train", self.train)
+        return SWPipeline(plan, tasks, device="cpu")
 
     def load(self, ctx: IterContext) -> None:
         draws = torch.Generator().manual_seed(ctx.batch)
@@ -54,57 +48,51 @@ class SumJob(Job):
             for parameter in self.model.parameters():
                 parameter.sub_(0.1 * parameter.grad)
 
-    def batches(self, steps: int | None = None, /) -> Iterator[int]:
-        return islice(count(), self.epoch_steps if steps is None else steps)
 
-    def close(self) -> None:
-        self.closed = True
+JOB: Any = SumJob
 
 
 @pytest.fixture
 def runs() -> Iterator[list[JobRun]]:
     """Under the serial and under the pipelined plan."""
-    with (
-        JobRun("serial", SumJob(), PLANS["serial"](), 30) as one,
-        JobRun("pipelined", SumJob(), PLANS["pipelined"](), 30) as two,
-    ):
-        yield [one, two]
-    assert one.job.closed
-    assert two.job.closed
+    runs = [JobRun(name, JOB(), make(), 30) for name, make in PLANS.items()]
+    with runs[0].pipe, runs[1].pipe:
+        yield runs
 
 
 def test_a_run_goes_on_where_it_stopped(runs: list[JobRun]) -> None:
     """Advancing in pieces gives the losses of advancing at once; it ends with its steps."""
     pieces, whole = runs
     seen: list[int] = []
-    for steps in (1, 4, 2, 100, 100):
+    for steps in (1, 4, 2, 23):
         pieces.advance(steps, lambda: seen.append(1))
     whole.advance(30)
-    assert compare(pieces, whole) == Comparison(None, [], 30, 2)
-    assert len(seen) == 30
+    assert all(map(torch.equal, pieces.losses, whole.losses))
+    assert len(pieces.losses) == len(whole.losses) == len(seen) == 30
     assert len(pieces.turns_s) == 4
     assert all(seconds > 0 for seconds in pieces.turns_s)
-    with JobRun("epoch", SumJob(), PLANS["serial"]()) as epoch:
-        epoch.advance(100)
-        assert epoch.steps == len(epoch.losses) == 5
+    assert JobRun("epoch", JOB(), PLANS["serial"]()).steps == 5
 
 
 def test_a_run_without_a_batch_is_refused() -> None:
     """Where some were asked for."""
-    with JobRun("serial", SumJob(), PLANS["serial"](), 0) as run:
-        run.advance(0)
-        with pytest.raises(InputError, match="plan serial: the workload gives no batch"):
-            run.advance(1)
+    job = JOB()
+    job.batches = []
+    run = JobRun("serial", job, PLANS["serial"](), 1)
+    run.advance(0)
+    with pytest.raises(UserError, match="plan serial: the workload has no batch"):
+        run.advance(1)
 
 
-def test_a_loss_that_is_not_finite_ends_the_training(runs: list[JobRun]) -> None:
+def test_a_loss_that_is_not_finite_ends_the_training() -> None:
     """At the end of the turn; the first such step is named."""
-    runs[1].advance(3)
+    job = JOB()
+    run = JobRun("serial", job, PLANS["serial"](), 30)
+    run.advance(3)
     with torch.no_grad():
-        runs[1].job.model.bias.fill_(math.inf)
-    with pytest.raises(TrainingDivergedError, match="at step 3 ") as caught:
-        runs[1].advance(5)
-    assert caught.value.step == 3
+        job.model.bias.fill_(math.inf)
+    with pytest.raises(TrainingFailedError, match="at step 3 "):
+        run.advance(5)
 
 
 def test_turns_are_taken_fairly(runs: list[JobRun], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,42 +105,38 @@ def test_turns_are_taken_fairly(runs: list[JobRun], monkeypatch: pytest.MonkeyPa
         advance(run, steps, *given, **named)
 
     monkeypatch.setattr(JobRun, "advance", noting)
-    alternate(runs, 22, chunk=10, warm_up=5)
+    for name, value in {"_TURN": 10, "_UNTIMED": 5, "_TRACED": 8}.items():
+        monkeypatch.setattr(job_runs, name, value)
+    trace = train_in_turns(runs)
     assert turns == [
         ("serial", 5), ("pipelined", 5), ("serial", 10), ("pipelined", 10),
-        ("pipelined", 7), ("serial", 7),
+        ("pipelined", 7), ("serial", 7), ("serial", 8), ("pipelined", 8),
     ]  # fmt: skip
-    assert [(len(run.losses), len(run.turns_s)) for run in runs] == [(22, 2), (22, 2)]
-    assert [run.done for run in runs] == [22, 22]
-    few = JobRun("few", SumJob(), PLANS["serial"](), 4)
-    alternate([few], 4)
-    assert few.steps_per_s > 0  # with no more steps than warming up takes, those are what there is
+    assert [(len(run.losses), len(run.turns_s)) for run in runs] == [(30, 2), (30, 2)]
+    assert [run.done for run in runs] == [30, 30]
+    assert {span.iteration for span in trace.spans if span.task == "train"} == {*range(22, 30)}
+    few = JobRun("few", JOB(), PLANS["serial"](), 4)
+    train_in_turns([few])
+    assert few.steps_per_s > 0  # with no more steps than are recorded, those are what there is
 
 
 def test_one_bit_is_a_difference(runs: list[JobRun]) -> None:
-    """In a loss or in a parameter; the first step and the parameter are named."""
+    """Of a loss, and so is a loss that only one run has; the first such step is named."""
     one, two = runs
     one.advance(10)
-    with pytest.raises(ValueError, match="serial ran 10 steps and pipelined 0"):
-        compare(one, two)
-    two.advance(10)
-    assert "serial and pipelined: bit-equal: 10 losses and 2 parameters" in report(runs)
-    kept = two.losses[4]
-    two.losses[4] = torch.nextafter(torch.as_tensor(kept), torch.tensor(math.inf))
-    assert compare(one, two) == Comparison(4, [], 10, 2)
-    assert "NOT EQUAL: losses differ from step 4 on; 0 parameters differ" in report(runs)
-    two.losses[4] = kept
-    with torch.no_grad():
-        two.job.model.bias.copy_(torch.nextafter(two.job.model.bias, torch.tensor(math.inf)))
-    assert compare(one, two) == Comparison(None, ["bias"], 10, 2)
-    assert "NOT EQUAL: all 10 losses are equal; 1 parameters differ" in report(runs)
+    two.advance(9)
+    assert "serial and pipelined: NOT EQUAL: losses differ from step 9 on" in report_of(runs)
+    two.advance(1)
+    assert "serial and pipelined: bit-equal: 10 losses" in report_of(runs)
+    two.losses[4] = torch.nextafter(torch.as_tensor(two.losses[4]), torch.tensor(math.inf))
+    assert "NOT EQUAL: losses differ from step 4 on" in report_of(runs)
 
 
 def _told(runs: list[JobRun], *turns: list[float]) -> list[list[str]]:
     """The table's rows and the line on the speed, of turns of these speeds; others as they are."""
     for run, speeds in zip(runs, turns, strict=True):
         run.losses, run.turns_s = [1.0, 0.5], [1 / speed for speed in speeds]
-    head, _, *rest = report(runs).splitlines()
+    head, _, *rest = report_of(runs).splitlines()
     assert head.split() == ["plan", "steps", "steps/s", "range", "loss"]
     return [line.split() for line in rest[:2]] + [rest[2:3]]
 

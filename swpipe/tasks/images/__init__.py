@@ -1,1 +1,0 @@
-"""An image model on generated images: a loop for a first look, with torch alone."""
