@@ -41,7 +41,7 @@ _TWICE = 4
 """The number of iterations that run twice, if there are several workers."""
 
 _WHOLE = 1 << 40
-"""A number of bytes above the size of any batch: the checksum covers all of it."""
+"""A number of places above the size of any batch: the checksum covers all of it."""
 
 
 @dataclass(slots=True)

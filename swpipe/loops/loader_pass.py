@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Set
 from dataclasses import replace
 from inspect import GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from typing import Any
@@ -39,6 +39,7 @@ from swpipe._engine.waiting import Cancelled, ProgressCounter
 from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
+from swpipe.loops.batch_memory import Contents
 from swpipe.loops.pass_generators import States
 from swpipe.loops.pass_record import PassRecord
 from swpipe.loops.place_in_pass import begun_again
@@ -114,16 +115,12 @@ class LoaderPass:
             check: Whether to add the checksums that let a resumed loop refuse different batches.
         """
         of = self._of
-        # Without a declaration, only the end of a pull tells whether it has drawn.
-        if of.beside and of.draws.compares:
-            self.await_pull()
         with self._lock:
-            pulls = self.record.up_to(self.handed_out)
             # None means that no pass had begun; an empty dict, that one had begun without any pull.
             after_pull: States | None = None if self.pulled else {}
             # The generators are past the last batch if more was pulled, or if the end was found.
-            if pulls and (self.is_ahead or self._pulling or self._end_is_known):
-                after_pull = of.draws.drawn(pulls[-1].after)
+            if self._is_past or self._pulling:
+                after_pull = of.draws.drawn(self.record.after(self.handed_out))
             state = {
                 "batches": self.handed_out,
                 "generators": of.generators.read(),
@@ -154,16 +151,34 @@ class LoaderPass:
     def _end_is_known(self) -> bool:
         return self._end == ENDED and self.failure is None
 
-    def drawn_by_others(self) -> frozenset[str]:
-        """Return the generators that other code drew from since the last pull ahead.
+    @property
+    def _is_past(self) -> bool:
+        """Whether the loader is past the last batch handed out: by a batch, or by its end."""
+        return self.is_ahead or self._end_is_known
+
+    def compare_draws(self) -> None:
+        """Find out who has drawn until now, before a state is saved in the body.
+
+        Raises:
+            RuntimeError: The loader and the body have drawn from the same generator.
+        """
+        draws = self._of.draws
+        # Without a declaration, only the comparison at a pull's end tells whether it has drawn.
+        if draws.compares:
+            self.await_pull()
+            with self._lock:
+                draws.asked(self.handed_out, pulling=False, ahead=self._is_past)
+
+    def drawn_by_others(self) -> Set[str]:
+        """Return the generators that other code drew from, or may have, since the last pull ahead.
 
         While a batch is being pulled, only generators with an undecided use are returned.
         """
         draws = self._of.draws
         with self._lock:
-            known = self.is_ahead and not self._pulling
-            either = draws.drawn_by_either(self.handed_out)
-            return either | (draws.drawn_by_others() if known else frozenset())
+            if not self._is_past:
+                return frozenset()
+            return draws.undecided | (frozenset() if self._pulling else draws.drawn_by_others())
 
     # --------------------------------------------------------------- what the caller does
 
@@ -176,13 +191,13 @@ class LoaderPass:
         """
         of = self._of
         with self._lock:
-            self.record.end_body()
+            self.record.end_body(self.handed_out)
             # What is read at the first request is compared later: the body may change it from now.
             if self._sampling is None:
                 self._sampling = read_in_pass(of.inner)
             elif self._sampling or type(of.loader) is list:
                 self._check_unchanged(self._sampling)
-            of.draws.asked(self.handed_out, pulling=self._pulling)
+            of.draws.asked(self.handed_out, pulling=self._pulling, ahead=self._is_past)
             if of.draws.watches(self.handed_out + 1):
                 self._check_tensors()
 
@@ -265,7 +280,7 @@ class LoaderPass:
 
     def hand_out(self) -> None:
         """Count the next batch as received by the caller, whose body begins."""
-        # Without the lock, and in this order: a pull that begins now finds the batch in use.
+        # Without the lock: the batch stays in use until the body has ended.
         self.record.begin_body(self.handed_out + 1)
         self.handed_out += 1
         if self._of.draws.watches(self.handed_out + 1):
@@ -287,7 +302,7 @@ class LoaderPass:
         if self.failure is not None:
             raise self.failure
 
-    def leave(self, *, failed: bool) -> frozenset[str]:
+    def leave(self, *, failed: bool) -> Set[str]:
         """Leave the pass before its end; the pipeline pulls no more batches.
 
         A pull that is under way is the last one.
@@ -310,26 +325,24 @@ class LoaderPass:
             if self._of.goes_on:
                 self._part += 1
                 self.iterator = self._pull()
-                return self._of.draws.drawn_by_either(self.handed_out)
+                return self._of.draws.undecided if self._is_past else frozenset()
             self.lost = self.is_ahead or self._pulling
         return self._set_back()
 
-    def _set_back(self) -> frozenset[str]:
+    def _set_back(self) -> Set[str]:
         """Set the generators back to their states after the last batch handed out."""
         self.release()
         draws = self._of.draws
-        if either := draws.drawn_by_either(self.handed_out):
-            return either
-        pulls = self.record.up_to(self.handed_out)
-        after = pulls[-1].after if pulls else {}
-        # Nothing to set back if the loader draws nothing, or has pulled nothing ahead.
-        if not (draws.names and draws.after and (self.is_ahead or self._end_is_known)):
-            return frozenset()
+        after = self.record.after(self.handed_out)
         # If other code has drawn since, setting the generators back would repeat its draws.
-        if others := self.drawn_by_others() or frozenset(draws.names - after.keys()):
+        if others := self.drawn_by_others():
             return others
-        self._of.generators.write(draws.drawn(after))
-        draws.begin()
+        # Nothing to set back if the loader draws nothing, or has pulled nothing ahead.
+        if draws.names and draws.after and self._is_past:
+            if unknown := draws.names - after.keys():
+                return unknown
+            self._of.generators.write(draws.drawn(after))
+            draws.begin()
         return frozenset()
 
     def is_continued(self) -> bool:
@@ -428,20 +441,20 @@ class LoaderPass:
         with self._lock:
             if self._end:  # released after the thread had looked
                 raise Cancelled
-            self.record.begin_pull(self.handed_out)
+            in_use = self.record.in_use
             before = of.draws.before_pull(number, self.handed_out, alone=alone)
             self._begun += 1
         # The lock is not held here: a save or a break must not wait for a slow loader.
         begin_s = time.perf_counter()
         try:
-            return self._called(number, before, alone)
+            return self._called(number, before, in_use, alone=alone)
         finally:
             if of.times is not None:
                 of.times.note(begin_s, alone=alone, waited=alone and of.draws.in_turn)
             # In a finally block, because await_pull() would otherwise wait for a failed pull.
             self._returned.advance(self._begun)
 
-    def _called(self, number: int, before: States, alone: bool) -> bool:
+    def _called(self, number: int, before: States, in_use: list[Contents], *, alone: bool) -> bool:
         """Call the loader for one batch, and note what the call did."""
         of = self._of
         draws = of.draws
@@ -457,7 +470,6 @@ class LoaderPass:
                     batch = next(self._batches)
             else:
                 batch = next(self._batches)
-            self.record.check_coming(number, batch)
         except StopIteration:
             ended = True
         except (KeyboardInterrupt, Cancelled):
@@ -485,7 +497,7 @@ class LoaderPass:
                 self._end = ENDED
                 return False
             pull.after = draws.after
-            self.record.add(number, pull, self.handed_out)
+            self.record.add(number, pull, in_use, self.handed_out)
             self.pulled = number
             return True
 

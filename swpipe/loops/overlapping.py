@@ -136,23 +136,21 @@ class OverlappedLoop(ResumableLoop[C]):
             )
 
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
-        loader = self._loader
+        if not self.overlap.loader_ahead:
+            return super()._pulled_loader(generators)
         inner = torchs(self._loader)
         # Draws are watched at run time, so a generator of the loader's own is no obstacle here.
         apart = is_apart(inner, draws_watched=True)
-        known = draws_nothing(inner)
-        if not self.overlap.loader_ahead:
-            # Nothing is pulled ahead: all draws have the order of a plain loop, unwatched.
-            draws = LoaderDraws(generators, declared=True, known=known)
-            return PulledLoader(loader, generators, draws, ahead=False)
+        draws = LoaderDraws(
+            generators, generators.own, declared=self._draws, known=draws_nothing(inner)
+        )
         plan = self.pipe.plan
         groups = {entry.thread_group for entry in plan.schedule.values()}
         return PulledLoader(
-            loader,
+            self._loader,
             generators,
-            LoaderDraws(generators, generators.own, declared=self._draws, known=known),
+            draws,
             ahead=True,
-            most=plan.depth,
             # A loader that is apart makes its batches elsewhere, or from data that nobody writes.
             data=None if apart else LoaderData(inner),
             times=PullTimes(only_pulls=plan.pull_group == _GROUP and groups == {DEFAULT_GROUP}),

@@ -12,14 +12,11 @@ is tried first. If it leads to other batches, the pass is begun again, as for a 
 state. If that leads to other batches, too, resuming is refused. ``pass_record`` has what a state
 needs for this.
 
-The later batches were pulled ahead, and tasks may have changed them in place. A list gives them
-again as they are now: each must be as it was when the loop's state was saved. A difference in
-batches that had not been pulled by then is not detected.
+A difference in later batches is not detected: a list that has been changed gives them as they are.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -52,20 +49,15 @@ def begun_again(of: PulledLoader, record: PassRecord, saved: Mapping[str, Any]) 
                 "begun again: give a DataLoader or another object that makes a new iterator"
             )
         _check_length(of.length, handed_out)
-    # The compared batches are pulled here; afterwards the generators are set as a running loop
-    # would have them: the loader's generators after the last pull, and all others at the save.
-    batches, pulls = _led_back(of, saved)
-    after = {**saved["generators"], **(saved["after_pull"] or {})}
-    of.generators.write(after)
-    pulls = pulls or [Pull(Contents(None), saved["loader"], None)]
-    # The last pull is that of the batch handed out last: a save may follow at once.
-    pulls[-1].after = after
-    record.begin_again(pulls, saved)
+    batches, pulls, loader = _led_back(of, record, saved)
+    record.begin_again(pulls, loader, saved)
     return batches
 
 
-def _led_back(of: PulledLoader, saved: Mapping[str, Any]) -> tuple[Iterator[Any], list[Pull]]:
-    """Return the rest of a pass, and the pulls of the compared batches, made again."""
+def _led_back(
+    of: PulledLoader, record: PassRecord, saved: Mapping[str, Any]
+) -> tuple[Iterator[Any], list[Pull], Any]:
+    """Return the rest of a pass, the compared pulls made again, and the loader's state before."""
     loader = of.loader
     again = saved["again"]
     own = saved["loader"]
@@ -85,12 +77,14 @@ def _led_back(of: PulledLoader, saved: Mapping[str, Any]) -> tuple[Iterator[Any]
         with _of_state(loader, state):
             # Skip the batches before the compared ones; a state leads behind them.
             skipped = sum(1 for _ in islice(batches, number - len(again)))
+            # The saved state may not have led here. Only torch's kind always tells its state.
+            here = record.ask() if own is not None and isinstance(of.inner, DataLoader) else own
             pulls, same = _pulled_again(of, batches, saved)
         # Without a state, too few batches mean other data; with one, another beginning is tried.
         if own is None:
             _check_length(skipped + len(pulls), number)
         if same and len(pulls) == len(again):
-            return batches, pulls
+            return batches, pulls, here
     kind = type(loader).__name__
     what = f"the loader ({kind}), begun again, does not give"
     raise ValueError(
@@ -108,16 +102,13 @@ def _pulled_again(
     of: PulledLoader, batches: Iterator[Any], saved: Mapping[str, Any]
 ) -> tuple[list[Pull], bool]:
     """Make the compared pulls again, and return them and whether all batches are the same."""
-    own = saved["loader"]
     same = True
     pulls = list[Pull]()
-    asked = own is not None and isinstance(of.inner, DataLoader)
     # Each pull starts from the generators that it had in the saved run: bodies drew in between.
     for before, checksum in saved["again"]:
-        state = copy.deepcopy(of.loader.state_dict()) if asked else own
         of.generators.write(before)
         for batch in islice(batches, 1):
-            pull = Pull(Contents(batch), state, before)
+            pull = Pull(Contents(batch), before)
             same = same and checksum in (None, pull.contents.checksum)
             pulls.append(pull)
     return pulls, same

@@ -24,7 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import torch
 
 from swpipe.core.keywords import suggests_keywords
-from swpipe.core.loaders import LoaderAround
+from swpipe.core.loaders import LoaderAround, draws_nothing
 from swpipe.core.messages import shown
 from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes
@@ -33,7 +33,7 @@ from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.loader_pass import BEGUN, ENDED, LEFT, RUNNING, LoaderPass
 from swpipe.loops.pass_generators import PassGenerators, names_in_words
 from swpipe.loops.place_in_pass import begun_at
-from swpipe.loops.pulled_loader import PulledLoader, torchs, with_state
+from swpipe.loops.pulled_loader import PulledLoader, torchs
 from swpipe.loops.saved_state import NEW_PASS, OF_PLACE, complete, why_not_loaded
 from swpipe.pipeline import SWPipeline, in_flight_of_others, settle
 
@@ -98,7 +98,7 @@ class ResumableLoop(Generic[Out]):
                 f"ResumableLoop takes a pipeline and its loader, and {shown(pipe)} is no pipeline"
             )
         self.pipe = pipe
-        self._loader = loader = with_state(loader)
+        self._loader = loader
         if isinstance(loader, AccelerateLoader):
             loader.in_loop = True
         where = resolve(getattr(pipe, "device", None) if device is None else device)
@@ -113,7 +113,9 @@ class ResumableLoop(Generic[Out]):
         # A pipeline of depth 1 pulls nothing ahead, so all draws have the order of a plain loop.
         pipe = self.pipe
         ahead = not isinstance(pipe, SWPipeline) or pipe.plan.depth > 1
-        draws = LoaderDraws(generators, generators.own if ahead else (), declared=True)
+        own = generators.own if ahead else ()
+        known = draws_nothing(torchs(self._loader))
+        draws = LoaderDraws(generators, own, declared=True, known=known)
         return PulledLoader(self._loader, generators, draws, ahead)
 
     # ------------------------------------------------------------------------------ states
@@ -188,6 +190,7 @@ class ResumableLoop(Generic[Out]):
 
     def _check_place(self, current: LoaderPass, check: bool) -> None:
         """Raise an error in mid-pass if no state leads back to the same batches and draws."""
+        current.compare_draws()
         if shared := current.drawn_by_others():
             raise RuntimeError(
                 "the loader and something else, a task or the body of the loop, draw from "
@@ -199,9 +202,10 @@ class ResumableLoop(Generic[Out]):
             raise RuntimeError(
                 f"the loader ({type(self._loader).__name__}) is neither a sequence nor torch's "
                 "DataLoader over a map-style dataset, and does not say where it is in its pass: "
-                "give it state_dict and load_state_dict, as torchdata's StatefulDataLoader has; or "
-                "save between two passes; or, if it gives the same batches whenever it is begun, "
-                "by state_dict(check=False)"
+                "give it state_dict and load_state_dict; or, if its iterators have a state, as "
+                "grain's have, put a swpipe.loops.StatefulLoader around it; or save between two "
+                "passes; or, if it gives the same batches whenever it is begun, by "
+                "state_dict(check=False)"
             )
         if check:
             self._check_loader(live=current.had_live_workers)
@@ -297,8 +301,7 @@ class ResumableLoop(Generic[Out]):
         # A pass had begun, if only by iter(loop): after_pull is None only between passes.
         if state["batches"] or state["after_pull"] is not None:
             again = state["again"] if check else [(before, None) for before, _ in state["again"]]
-            coming = state["coming"] if check else []
-            self._loaded = {**state, "again": again, "coming": coming}
+            self._loaded = {**state, "again": again}
         elif state["loader"] is not None:
             begun_at(of.loader, state["loader"])
         # Last, because begun_at() may draw from the generators.

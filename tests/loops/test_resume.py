@@ -321,9 +321,9 @@ def test_each_worker_is_compared() -> None:
     """At least one batch of it."""
     record = record_of(plain(num_workers=6))
     for number in range(1, 17):
-        record.add(number, record.entry(number, torch.ones(number), {}), number - 1)
-    assert len(record.up_to(16)) == 6
-    assert len({checksum for _, checksum in record.state_dict(16, check=True)["again"]}) == 6
+        record.add(number, record.entry(number, torch.ones(number), {}), [], number - 1)
+    again = record.state_dict(16, check=True)["again"]
+    assert len(again) == len({checksum for _, checksum in again}) == 6
 
 
 class Anything:
