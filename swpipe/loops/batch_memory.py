@@ -197,23 +197,17 @@ class Contents:
         self._nodes = [*nodes_in(batch)] if containers and not isinstance(batch, Tensor) else []
 
     @property
-    def checksums(self) -> list[int]:
-        """The checksums that tell the batch from others, in another process, too.
+    def checksum(self) -> int:
+        """A checksum that tells the batch from others, in another process, too.
 
-        The first one is of the structure; the others are of shape, data type and sample of each
-        tensor and array.
+        It is of the structure, and of shape, data type and sample of each tensor and array.
         """
-        forms = ((*b.shape, str(b.dtype), crc32(b.sample)) for b in self._buffers)
-        return [self._structure, *(crc32(repr(form).encode()) for form in forms)]
+        forms = [(*b.shape, str(b.dtype), crc32(b.sample)) for b in self._buffers]
+        return crc32(repr((self._structure, forms)).encode())
 
     def release(self) -> None:
         """Drop the containers, which hold the batch."""
         self._nodes = []
-
-    @property
-    def checksum(self) -> int:
-        """One checksum of all parts."""
-        return crc32(repr(self.checksums).encode())
 
     def is_used_again_by(self, later: Contents) -> bool:
         """Return whether later contents are in memory of these, which was written since.

@@ -45,11 +45,6 @@ from swpipe.loops.pass_record import PassRecord
 from swpipe.loops.place_in_pass import begun_again
 from swpipe.loops.pulled_loader import PulledLoader
 
-BEGUN = "begun"
-RUNNING = "running"
-LEFT = "left"
-ENDED = "ended"
-
 _LEFT_S = 600.0
 """Seconds that a pass waits for a pull of the previous pass to return."""
 
@@ -58,7 +53,8 @@ class LoaderPass:
     """A pass that has begun.
 
     Attributes:
-        life: Where the pass is in its life, as drawn above; set by the loop.
+        running: Whether the pass is RUNNING, as drawn above; set by the loop.
+        left: Whether the pass is LEFT; set by the loop.
         iterator: The remaining batches of the pass.
         pulled: The number of batches pulled in this pass.
         fed: The number of batches given to the pipeline.
@@ -77,7 +73,8 @@ class LoaderPass:
 
     def __init__(self, of: PulledLoader, saved: Mapping[str, Any] | None = None) -> None:
         handed_out = 0 if saved is None else saved["batches"]
-        self.life = BEGUN
+        self.running = False
+        self.left = False
         self.pulled = handed_out
         self.fed = handed_out
         self.handed_out = handed_out
@@ -91,7 +88,8 @@ class LoaderPass:
         self._lock = threading.RLock()
         self._begun = 0  # how many pulls have begun
         self._returned = ProgressCounter()  # how many of these have returned
-        self._end = ""  # ENDED or LEFT if nothing more is pulled
+        self._over = False  # nothing more is pulled: the pass was left, or the end was found
+        self._end_is_known = False  # the loader has no more batches
         # Incremented when the pass is left: a pull for an older part is cancelled.
         self._part = 0
         self._first = 0  # the number of the iteration that has the first batch of the pass
@@ -136,7 +134,7 @@ class LoaderPass:
     @property
     def is_left(self) -> bool:
         """Whether the pass was left before its last batch was handed out."""
-        return self.life == LEFT and not self.ended
+        return self.left and not self.ended
 
     @property
     def is_ahead(self) -> bool:
@@ -146,10 +144,6 @@ class LoaderPass:
     @property
     def _pulling(self) -> bool:
         return self._returned.count < self._begun
-
-    @property
-    def _end_is_known(self) -> bool:
-        return self._end == ENDED and self.failure is None
 
     @property
     def _is_past(self) -> bool:
@@ -244,16 +238,16 @@ class LoaderPass:
         Raises:
             StopIteration: The loader has no more batches.
         """
-        if self._end or not self._advance(alone=True):
+        if self._over or not self._advance(alone=True):
             raise StopIteration
         return self._taken(self._part)
 
     def go_on(self) -> bool:
         """Make a new iterator after one has ended; return False at the loader's end."""
         with self._lock:
-            if not self._end:
+            if not self._over:
                 self.iterator = self._pull()
-            return not self._end
+            return not self._over
 
     def _check_unchanged(self, sampling: list[Any]) -> None:
         """Refuse a list or samplers that would give other batches now than were pulled ahead."""
@@ -296,7 +290,7 @@ class LoaderPass:
             self.await_pull()
             if self._of.data is not None:
                 _refuse_changed(self._of.data.changed)
-            if self.is_ahead or (not self._end and self._advance(alone=True)):
+            if self.is_ahead or (not self._over and self._advance(alone=True)):
                 raise ValueError(f"the loader has more batches than its length, {self.handed_out}")
         self.ended = True
         if self.failure is not None:
@@ -374,7 +368,7 @@ class LoaderPass:
             self._batches = iter(())
             self.record.release()
             self._part += 1
-            self._end = self._end or LEFT
+            self._over = True
 
     def close(self) -> None:
         """Drop the loader itself, too, if it is an iterator: no other pass can follow."""
@@ -411,7 +405,7 @@ class LoaderPass:
 
     def pull_first_alone(self) -> None:
         """Pull the first two batches of the pass, while nothing else runs."""
-        while self.pulled < 2 and not self._end and self._advance(alone=True):
+        while self.pulled < 2 and not self._over and self._advance(alone=True):
             pass
 
     def _pull(self) -> Generator[Any, None, None]:
@@ -420,7 +414,7 @@ class LoaderPass:
             if self._pulling:  # for the previous part of the pass, which was left
                 self.await_pull()
             waiting = self.pulled > self.fed
-            if not waiting and (self._end or self._wants_turn() or not self._advance()):
+            if not waiting and (self._over or self._wants_turn() or not self._advance()):
                 return
             yield self._taken(part)  # no local variable: this frame must not keep the batch
 
@@ -439,7 +433,7 @@ class LoaderPass:
         number = self.pulled + 1
         alone = alone or not of.ahead
         with self._lock:
-            if self._end:  # released after the thread had looked
+            if self._over:  # released after the thread had looked
                 raise Cancelled
             in_use = self.record.in_use
             before = of.draws.before_pull(number, self.handed_out, alone=alone)
@@ -459,8 +453,8 @@ class LoaderPass:
         of = self._of
         draws = of.draws
         failure: BaseException | None = None
-        ended = False
         batch = None
+        pull = None
         data = None if draws.in_turn else of.data
         if data is not None:
             data.before_pull()
@@ -471,7 +465,7 @@ class LoaderPass:
             else:
                 batch = next(self._batches)
         except StopIteration:
-            ended = True
+            pass
         except (KeyboardInterrupt, Cancelled):
             # An interrupted pull does not count, so its draws are undone.
             of.generators.write(draws.drawn(before))
@@ -479,22 +473,23 @@ class LoaderPass:
         except BaseException as error:  # noqa: BLE001 - raised after all earlier batches
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
             failure = error
-            ended = True
+        else:
+            # This may take a while, and the caller must not wait: without the lock.
+            pull = self.record.entry(number, batch, before)
         if self._prepared is not None:
             self._prepared.after_pull()
             self._prepared = None  # only the first pull is checked
         if data is not None:
             data.after_pull()
-        # Checksums may take a while, and the caller must not wait: computed without the lock.
-        pull = None if ended else self.record.entry(number, batch, before)
         with self._lock:
             draws.after_pull(number, before, alone=alone, batch=batch)
-            if self._end:  # released during the pull
+            if self._over:  # released during the pull
                 return False
             if pull is None:
                 self.failure = failure
                 self._batches = iter(())
-                self._end = ENDED
+                self._over = True
+                self._end_is_known = failure is None
                 return False
             pull.after = draws.after
             self.record.add(number, pull, in_use, self.handed_out)

@@ -132,7 +132,7 @@ class OverlappedLoop(ResumableLoop[C]):
                 f"{names}: draws from a torch.Generator of its own, which is in no state of the "
                 "loop, and would draw other numbers after resuming. Let the dataset draw, or the "
                 "loader give a seed with each batch; or, if other numbers do not matter, or you "
-                "save the generator between two passes yourself, say state_dict(check=False)"
+                "save the generator between two passes yourself, save by state_dict(check=False)"
             )
 
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
@@ -369,16 +369,14 @@ def loop_over(
     if workers != 1 and not leading:
         why = (*why, f"workers={shown(workers)} are not used: no task runs ahead.")
     plan = _plan(leading, behind, loader, workers, ahead=ahead)
-    if keep is not None or depth is not None:
-        plan = replace(plan, keep=keep, pipeline_depth=depth or plan.pipeline_depth)
+    depth = depth or plan.pipeline_depth
+    plan = replace(plan, keep=keep, pipeline_depth=depth, run_ahead=run_ahead)
     functions = AheadTasks(given, len(leading), pulled_ahead=ahead, workers=workers)
     tasks = functions.tasks
     if handed is not None:
         why = ()
         plan = handed.plan(plan)
         tasks = handed.tasks(tasks, leading)
-    if run_ahead is not None:
-        plan = replace(plan, run_ahead=run_ahead)
     overlapped = Overlap(plan, tuple(t.name for t in leading), ahead, why)
     effects = {PULL: Effects() if ahead else UNKNOWN}
     pipe = SWPipeline(plan, tasks, effects=effects, **options)
@@ -432,9 +430,9 @@ def _why_in_turn(
     elif unknown is not None:
         what, mend = unknown
         yield (
-            f"The loader ({type(loader).__name__}) {what}, so it is pulled in turn. {mend}; or say "
-            "pull_ahead=True, if it does not read what the loop changes, and nobody asks it for "
-            "more than its batches."
+            f"The loader ({type(loader).__name__}) {what}, so it is pulled in turn. {mend}; or "
+            "pass pull_ahead=True, if it does not read what the loop changes, and nobody asks it "
+            "for more than its batches."
         )
 
 
@@ -453,8 +451,8 @@ def _why_behind(given: Sequence[PipelineTask], pulled: bool) -> Iterator[str]:
             name = behind[0].name
             yield (
                 f"If {name!r} uses its context and what nobody changes while the loop runs, no "
-                "model that is trained, and changes its context only, it may run ahead: say so by "
-                "@swpipe.task(pure=True)."
+                "model that is trained, and changes its context only, it may run ahead: declare "
+                "that by @swpipe.task(pure=True)."
             )
     if random and pulled:
         yield (

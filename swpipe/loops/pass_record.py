@@ -171,8 +171,9 @@ class PassRecord:
         if self._of.data is not None:
             if any(earlier.is_used_again_by(pull.contents) for earlier in in_use):
                 raise RuntimeError(
-                    "the loader has made a batch in the memory of an earlier one, which was "
-                    "pulled ahead and is still in use: let it make a new tensor for each batch"
+                    f"the loader ({type(self._of.loader).__name__}) has made batch {number} of the "
+                    "pass in the memory of an earlier one, which was pulled ahead and is still in "
+                    "use: let it make a new tensor for each batch, or use more buffers in turn"
                 )
             self._in_use[number] = pull.contents
         self._pulls[number] = pull
@@ -199,10 +200,10 @@ class PassRecord:
         made_here = self._of.data is not None
         if made_here and pull is not None and not pull.contents.are_those_of(batch):
             raise RuntimeError(
-                "a batch that was pulled ahead is not any more what the loader made: its memory "
-                "was written, or its parts replaced, before the loop came to it. Let the loader "
-                f"({type(self._of.loader).__name__}) make new tensors, arrays and containers for "
-                "each batch, and write none of them after it has handed it out"
+                f"batch {number} of the pass was pulled ahead and is not any more what the loader "
+                "made: its memory was written, or its parts replaced, before the loop came to it. "
+                f"Let the loader ({type(self._of.loader).__name__}) make new tensors, arrays and "
+                "containers for each batch, and write none of them after it has handed it out"
             )
 
     def begin_body(self, handed_out: int) -> None:

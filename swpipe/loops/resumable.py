@@ -30,7 +30,7 @@ from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes
 from swpipe.loops.accelerate import AccelerateLoader
 from swpipe.loops.draws import LoaderDraws
-from swpipe.loops.loader_pass import BEGUN, ENDED, LEFT, RUNNING, LoaderPass
+from swpipe.loops.loader_pass import LoaderPass
 from swpipe.loops.pass_generators import PassGenerators, names_in_words
 from swpipe.loops.place_in_pass import begun_at
 from swpipe.loops.pulled_loader import PulledLoader, torchs
@@ -151,8 +151,8 @@ class ResumableLoop(Generic[Out]):
         if rest is None and self._pass is not None and self._pass.is_left:
             raise RuntimeError(
                 "the last pass was left early, and a state could lead to the rest of it or to a "
-                "new pass: save in the body of the loop, before you leave it, or say which by "
-                "state_dict(rest=True) or state_dict(rest=False)"
+                "new pass: save in the body of the loop, before you leave it; or save by "
+                "state_dict(rest=True) for the rest, or state_dict(rest=False) for a new pass"
             )
         if check:
             self._check_tasks()
@@ -172,7 +172,7 @@ class ResumableLoop(Generic[Out]):
         if current is None or (current.is_left and not rest):
             return self._between_passes(check)
         # A pass that was left in the body of its last batch has a rest, if an empty one.
-        if not (rest and current.life == LEFT and current.ended):
+        if not (rest and current.left and current.ended):
             if others := self._others_in_flight(current):
                 raise RuntimeError(
                     f"iterations are in flight ({others}) that are not of this loop: finish their "
@@ -334,7 +334,7 @@ class ResumableLoop(Generic[Out]):
     def _running(self) -> LoaderPass | None:
         """The pass that is under way, or None."""
         current = self._pass
-        return current if current is not None and current.life == RUNNING else None
+        return current if current is not None and current.running else None
 
     def _begun(self) -> LoaderPass:
         """Begin the next pass: from a loaded state, the rest of a pass that was left, or anew."""
@@ -354,7 +354,7 @@ class ResumableLoop(Generic[Out]):
                 self._check_lost(current)
                 current.await_pull()
             current = LoaderPass(self._pulled)
-        current.life = BEGUN
+        current.left = False
         self._pass = current
         return current
 
@@ -366,7 +366,7 @@ class ResumableLoop(Generic[Out]):
             yield None  # type: ignore[misc]  # taken by __iter__
             self._refuse_running()
             current = current or self._begun()
-            current.life = RUNNING
+            current.running = True
             self._pass = current
             self._loaded = None
             runs = True
@@ -412,13 +412,13 @@ class ResumableLoop(Generic[Out]):
 
     def _end(self, current: LoaderPass, *, failed: bool) -> None:
         """End a pass that is over, or that was left."""
-        current.life = ENDED
+        current.running = False
         if isinstance(self._loader, AccelerateLoader | LoaderAround):
             self._loader.leave()
         complete = self._is_complete(current)
         dropped = False
         if not current.ended:
-            current.life = LEFT
+            current.left = True
             dropped = self._drop(current, failed=failed)
             if complete and self.counted:
                 current.end()
@@ -428,7 +428,7 @@ class ResumableLoop(Generic[Out]):
             warnings.warn(
                 f"the pass was left, and the loader has drawn ahead from {names_in_words(drawn)}, "
                 "from which the loop draws, too, or may: what is drawn from now on is not what a "
-                "plain loop draws. Of a loader that draws alone say draws=True",
+                "plain loop draws. If the loader alone draws, pass draws=True",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -486,8 +486,8 @@ class ResumableLoop(Generic[Out]):
                 "the last pass was left, and the loader's workers, which live on, have made "
                 "batches that were pulled ahead and dropped: what they draw or count would not be "
                 "that of a plain loop. Let each pass have new ones, by "
-                "DataLoader(persistent_workers=False), or say by draws=False that they draw and "
-                "count nothing"
+                "DataLoader(persistent_workers=False); or, if they draw and count nothing, pass "
+                "draws=False"
             )
 
     def _forget(self, current: LoaderPass) -> None:

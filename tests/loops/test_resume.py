@@ -348,7 +348,7 @@ def test_batches_are_told_apart_by_what_is_in_them() -> None:
         ({"x": torch.ones(2)}, {"y": torch.ones(2)}, False),
     ]
     for one, other, same in pairs:
-        assert (Contents(one).checksums == Contents(other).checksums) is same, (one, other)
+        assert (Contents(one).checksum == Contents(other).checksum) is same, (one, other)
 
 
 # ------------------------------------------------------------------- a pipeline alone
