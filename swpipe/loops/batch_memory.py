@@ -170,8 +170,9 @@ class Buffer(NamedTuple):
         """Return whether a tensor or array has the contents of this one at that time."""
         if _version_of(buffer) != self.version:
             return False
+        is_same = self.reference() is buffer
         # The buffer may have other memory by now, as after tensor.data = other.
-        if self.view is not None and buffer is self.reference():
+        if self.view is not None and is_same:
             is_there = _address(buffer) == self.begin and buffer.nbytes == self.end - self.begin
             return is_there and self.view.tobytes() == self.sample
         return Buffer.of(buffer).sample == self.sample

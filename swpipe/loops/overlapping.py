@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
+from swpipe.accelerate_check import is_prepared
 from swpipe.core.context import C
 from swpipe.core.effects import UNKNOWN, Effects
 from swpipe.core.keywords import suggests_keywords
@@ -39,7 +40,7 @@ from swpipe.core.tables import wrapped
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import BatchCopy, Device, gives_pinned, on_cpu, resolve
 from swpipe.errors import PlanError, Problem
-from swpipe.loops.accelerate import AccelerateLoader, is_prepared
+from swpipe.loops.accelerate import AccelerateLoader
 from swpipe.loops.ahead_tasks import HAND_OVER, AheadTasks
 from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.loader_data import LoaderData
@@ -290,7 +291,7 @@ def overlap(
     if not given:
         raise PlanError([Problem("there are no tasks: give at least one")])
     where = resolve(device)
-    if device is not None and not on_cpu(torch.device(where.name)):
+    if device is not None and is_elsewhere(where):
         given = (copy_before(given, where), *given)
     loop: OverlappedLoop[C] = loop_over(
         OverlappedLoop,
@@ -310,6 +311,11 @@ def overlap(
     # pull_ahead=True declares that the loader begins each pass anew, its workers included.
     loop._keep_nothing |= pull_ahead is True
     return loop
+
+
+def is_elsewhere(device: Device) -> bool:
+    """Return whether a device is another one than the CPU, so that batches are copied there."""
+    return not on_cpu(torch.device(device.name))
 
 
 def loop_over(

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, defau
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from swpipe._values.stateful import has_state_dict
+from swpipe.accelerate_check import is_prepared
 from swpipe.core.loaders import SEQUENCES, unprepared
-from swpipe.loops.accelerate import AccelerateLoader, is_prepared
+from swpipe.loops.accelerate import AccelerateLoader
 from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.loader_data import LoaderData
 from swpipe.loops.pass_generators import PassGenerators

@@ -98,7 +98,7 @@ class ResumableLoop(Generic[Out]):
                 f"ResumableLoop takes a pipeline and its loader, and {shown(pipe)} is no pipeline"
             )
         self.pipe = pipe
-        self._loader = loader
+        self._loader: Any = loader
         if isinstance(loader, AccelerateLoader):
             loader.in_loop = True
         where = resolve(getattr(pipe, "device", None) if device is None else device)

@@ -27,13 +27,12 @@ import torch
 from swpipe.core.context import IterContext
 from swpipe.core.keywords import suggests_keywords
 from swpipe.core.messages import listed, shown
-from swpipe.device import Device, copy_task, on_cpu, resolve
-from swpipe.loops.accelerate import is_prepared
-from swpipe.loops.ahead_loop import function_tasks
+from swpipe.device import Device, copy_task, resolve
+from swpipe.loops.ahead_loop import check_ahead, function_tasks
 from swpipe.loops.ahead_tasks import HAND_OVER
 from swpipe.loops.handed_over import HandOver
 from swpipe.loops.loader_pass import LoaderPass
-from swpipe.loops.overlapping import OverlappedLoop, loop_over
+from swpipe.loops.overlapping import OverlappedLoop, is_elsewhere, loop_over
 
 Result = TypeVar("Result")
 Function = Callable[[Any], Any]
@@ -228,14 +227,11 @@ def through(
     where = resolve(device)
     tasks = function_tasks(plain)
     leading = tasks[:place]
-    depth = ahead + lag + max([before, *behind_threads]) if type(ahead) is int else 0
-    if device is not None and not on_cpu(torch.device(where.name)):
-        leading.append(copy_task(where, buffers=max(depth, 1)))
-    # A task ahead works on one batch while the caller has another: two are in flight.
-    least = 2 if leading or is_prepared(loader) else 1
-    if type(ahead) is not int or ahead < least:
-        beside = " with functions before the caller, a device or a prepared loader"
-        raise ValueError(f"ahead is {shown(ahead)}: give {least} or more{beside * (least - 1)}")
+    copies = device is not None and is_elsewhere(where)
+    check_ahead("ahead", ahead, loader, tasks=bool(leading) or copies)
+    depth = ahead + lag + max([before, *behind_threads])
+    if copies:
+        leading.append(copy_task(where, buffers=depth))
     handed = HandOver(
         tasks[place] if marked else HAND_OVER,
         tasks[place + 1 :],
