@@ -25,7 +25,7 @@ class PreparedCheck:
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._pushed = isinstance(iterator, PushedBatches)
         frame = iterator.gi_frame if isinstance(iterator, GeneratorType) else None
-        if frame is not None and _is_prepared(frame.f_locals.get("self")):
+        if frame is not None and is_prepared(frame.f_locals.get("self")):
             raise _refused()
         self._known = _in_use()
 
@@ -58,10 +58,11 @@ def _in_use() -> list[Any]:
     return [loader for loader in known if loader is not None]
 
 
-def _is_prepared(loader: Any) -> bool:
+def is_prepared(loader: Any) -> bool:
+    """Return whether ``Accelerator.prepare`` returned the loader."""
     # Accelerate is never imported here: a prepared loader exists only if the user has imported it.
     module: Any = sys.modules.get(f"{LIBRARY}.data_loader")
-    return module is not None and isinstance(loader, module.DataLoaderStateMixin)
+    return module is not None and issubclass(type(loader), module.DataLoaderStateMixin)
 
 
 def _refused() -> RuntimeError:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from swpipe.accelerate_check import is_prepared
 from swpipe.core.task import DeclaredIO, PipelineTask
 
 STATE = "<Accelerate's GradientState>"
@@ -133,12 +134,6 @@ class AccelerateLoader:
         shown.end_of_dataloader, shown.remainder = ctx.pulled_flags
         if not any(loader is shown for loader in known):
             self._gradient_state._add_dataloader(shown)
-
-
-def is_prepared(loader: Any) -> bool:
-    """Return whether ``Accelerator.prepare`` returned the loader."""
-    module = sys.modules.get("accelerate.data_loader")
-    return module is not None and issubclass(type(loader), module.DataLoaderStateMixin)
 
 
 class _ShownLoader:

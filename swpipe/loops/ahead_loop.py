@@ -23,13 +23,13 @@ from typing import Any, Generic, TypeVar, overload
 import torch
 from torch.utils.data import DataLoader
 
+from swpipe.accelerate_check import is_prepared
 from swpipe.core.context import IterContext
 from swpipe.core.messages import shown
 from swpipe.core.task import PipelineTask
-from swpipe.device import Device, copy_task, on_cpu, resolve
-from swpipe.loops.accelerate import is_prepared
+from swpipe.device import Device, copy_task, resolve
 from swpipe.loops.ahead_tasks import HAND_OVER
-from swpipe.loops.overlapping import OverlappedLoop, loop_over
+from swpipe.loops.overlapping import OverlappedLoop, is_elsewhere, loop_over
 
 Batch = TypeVar("Batch")
 
@@ -184,13 +184,10 @@ def ahead(
         )
     where = resolve(device)
     tasks = function_tasks(functions)
-    if device is not None and not on_cpu(torch.device(where.name)):
+    copies = device is not None and is_elsewhere(where)
+    check_ahead("prefetch", prefetch, loader, tasks=bool(tasks) or copies)
+    if copies:
         tasks.append(copy_task(where, buffers=prefetch + workers))
-    # A task ahead needs a batch in the making besides the one that is being pulled.
-    least = 2 if tasks or is_prepared(loader) else 1
-    if type(prefetch) is not int or prefetch < least:
-        beside = " with functions, a device or a prepared loader" if least > 1 else ""
-        raise ValueError(f"prefetch is {shown(prefetch)}: give {least} or more{beside}")
     # Frameworks ask isinstance(loader, DataLoader) before they use its sampler or batch size.
     kind = AheadDataLoader if isinstance(loader, DataLoader) else AheadLoop
     loop = loop_over(
@@ -207,6 +204,22 @@ def ahead(
     # Through __dict__, since __setattr__ would look for the loader that is only given here.
     loop.__dict__["_given"] = loader
     return loop
+
+
+def check_ahead(name: str, count: int, loader: object, *, tasks: bool) -> None:
+    """Raise an error if a number of batches ahead is too small.
+
+    Args:
+        name: The name of the argument.
+        count: The number.
+        loader: The loader.
+        tasks: Whether tasks run ahead: they need a batch in the making besides the one that is
+            being pulled.
+    """
+    least = 2 if tasks or is_prepared(loader) else 1
+    if type(count) is not int or count < least:
+        beside = " with functions, a device or a prepared loader" if least > 1 else ""
+        raise ValueError(f"{name} is {shown(count)}: give {least} or more{beside}")
 
 
 def function_tasks(functions: Iterable[Callable[[Any], Any]]) -> list[PipelineTask]:

@@ -41,12 +41,12 @@ _TWICE = 4
 """The number of iterations that run twice, if there are several workers."""
 
 _WHOLE = 1 << 40
-"""A number of bytes above the size of any batch: the checksum covers all of it."""
+"""A number of places above the size of any batch: the checksum covers all of it."""
 
 
 @dataclass(slots=True)
 class _Iteration:
-    """An iteration that tasks ahead work on, or have left for the body.
+    """An iteration that tasks ahead work on, or have left for the body, until the body has ended.
 
     Attributes:
         given: The contents of the batch as its first task found it; None if a shortcut replays
@@ -92,12 +92,12 @@ class AheadTasks:
         # Threads share this dictionary without a lock: an entry has one writer at a time, and
         # CPython's operations of dictionaries are atomic.
         self._iterations: dict[int, _Iteration] = {}
-        self._of_body: _Iteration | None = None  # the iteration that the body has
+        self._body = -1  # the number of the iteration that the body has
         # The states of these generators after the iteration that was handed over last.
         self._after: dict[int, Tensor] = {}
         self._twice = _TWICE if workers > 1 else 0  # how many iterations are still to be copied
         # The copied contexts, and what the tasks have left of them the first time.
-        self._again: list[tuple[Any, list[int]]] = []
+        self._again: list[tuple[Any, int]] = []
         self._ahead = tuple(tasks[:ahead])
         self.tasks = tuple(tasks)
         if pulled_ahead:
@@ -163,20 +163,18 @@ class AheadTasks:
         iteration.returned = returned
         if iteration.copied is not None and iteration.failure is None:
             self._twice -= 1
-            checksums = Contents([*values.values()], _WHOLE).checksums
-            self._again.append((iteration.copied, checksums))
+            checksum = Contents([*values.values()], _WHOLE).checksum
+            self._again.append((iteration.copied, checksum))
         iteration.copied = None
 
     def end_body(self) -> None:
         """Note that the body has ended, and with it the use of its values."""
-        self._of_body = None
+        self._iterations.pop(self._body, None)
 
     def _used_now(self) -> list[_Iteration]:
         """Return the iterations whose values the body or later tasks use."""
-        of_body = self._of_body
-        ahead = [*self._iterations.copy().values()]
-        used = ahead if of_body is None else [of_body, *ahead]
-        return [iteration for iteration in used if iteration.returned is not None]
+        iterations = self._iterations.copy().values()
+        return [iteration for iteration in iterations if iteration.returned is not None]
 
     def _behind(self, task: PipelineTask) -> PipelineTask:
         """Return the first task that does not run ahead, with its checks."""
@@ -202,9 +200,7 @@ class AheadTasks:
         iteration = self._iterations.get(ctx.iter_idx) or _Iteration()
         if iteration.failure is not None:
             raise iteration.failure
-        # In this order, so that other threads find the iteration in one place or the other.
-        self._of_body = iteration
-        self._iterations.pop(ctx.iter_idx, None)
+        self._body = ctx.iter_idx
         self._after = iteration.states
         given = iteration.given
         returned = iteration.returned
@@ -230,7 +226,7 @@ class AheadTasks:
         self._again = []
         self._twice = 0
         # Workers complete iterations in any order: sort them to name the first one that differs.
-        for ctx, checksums in sorted(again, key=lambda run: run[0].iter_idx):
+        for ctx, checksum in sorted(again, key=lambda run: run[0].iter_idx):
             try:
                 for task in self._ahead:
                     task.fn(ctx)
@@ -238,7 +234,7 @@ class AheadTasks:
                 # It may fail now for a reason of its own (a file that has gone), and the plain
                 # loop does not call it here: there is nothing to compare.
                 continue
-            if Contents([*attributes(ctx).values()], _WHOLE).checksums != checksums:
+            if Contents([*attributes(ctx).values()], _WHOLE).checksum != checksum:
                 raise self._problem(
                     f"{self._listed} left something else of iteration {ctx.iter_idx} when run on "
                     "the same batch again, after those of other iterations: it keeps something "
@@ -280,7 +276,6 @@ class AheadTasks:
             _, generator = self.drawn[key]
             generator.set_state(state)
         self._iterations.clear()
-        self._of_body = None
 
 
 def _copied(ctx: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The contents of batches, as checksums: they show writes, and tell batches apart.
+"""The contents of batches, as samples: they show writes, and tell batches apart.
 
 A tensor counts its modifications, except those through an array that shares its memory; an array
-counts none. So there is a checksum, too: of a sample of all memory on the host. A write between
-the sampled bytes, to memory without a counter, is not detected.
+counts none. So there is a sample of all memory on the host, too. A write between the sampled
+places, to memory without a counter, is not detected.
 """
 
 from __future__ import annotations
@@ -10,31 +10,34 @@ from __future__ import annotations
 import ctypes
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Sequence
-from itertools import chain, islice
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice, product
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from swpipe._values.containers import has_record_stream
 from swpipe._values.fingerprint import same_node
 from swpipe._values.stateful import PLAIN
 from swpipe._values.walk import ValueNode, leaves_in, nodes_in, tensors_held
 
-_SAMPLED = 1024
-"""The approximate number of bytes that are sampled of a tensor or array; all if it has fewer."""
+_SAMPLED = 128
+"""The approximate number of places at which a tensor or array is sampled. Each place is a cache
+miss, about 40 ns, because the batch was written on another core or is larger than the cache."""
+
+_WORD = 8
+"""The number of bytes that are sampled at each place."""
+
+_WORDS = ctypes.c_uint64 * (1 << 59)
+_BYTES = ctypes.c_ubyte * (1 << 62)
+"""The memory from an address on, whatever its size; these two types are made once."""
 
 _OF_STRING = 256
 """The number of characters of a string that are compared."""
 
 _MOST_LEAVES = 256
 """The maximum number of numbers, strings, arrays and other objects of a batch that are compared."""
-
-Content = tuple[int, int]
-"""The version counter of a tensor (0 for an array), and a checksum."""
 
 
 def parts_of(batch: Any) -> tuple[list[Any], int]:
@@ -77,15 +80,16 @@ def _layout(buffer: Any) -> tuple[int, int, Sequence[int]]:
         return buffer.data_ptr(), buffer.nbytes, steps
     if buffer.dtype.hasobject:
         return 0, 0, ()
-    address: int = buffer.__array_interface__["data"][0]
-    return address, buffer.nbytes, () if buffer.flags.c_contiguous else buffer.strides
+    return _address(buffer), buffer.nbytes, () if buffer.flags.c_contiguous else buffer.strides
 
 
-def span_of(buffer: Any) -> tuple[int, int]:
-    """Return the addresses of a buffer's first byte and behind its last one; equal if none."""
-    address, total, steps = _layout(buffer)
-    if not steps:
-        return address, address + total
+def _address(buffer: Any) -> int:
+    is_tensor = isinstance(buffer, Tensor)
+    return int(buffer.data_ptr() if is_tensor else buffer.__array_interface__["data"][0])
+
+
+def _span(buffer: Any, address: int, steps: Sequence[int]) -> tuple[int, int]:
+    """Return the addresses of a buffer's first byte and behind its last one."""
     # Steps may be negative in an array (a[::-1]): its lowest address is before its first item.
     far = [(length - 1) * step for length, step in zip(buffer.shape, steps, strict=True)]
     before = sum(min(0, way) for way in far)
@@ -93,41 +97,35 @@ def span_of(buffer: Any) -> tuple[int, int]:
     return address + before, address + behind + buffer.itemsize
 
 
-def _sample(buffer: Any, most: int) -> bytes:
-    """Return about ``most`` bytes from all over a buffer on the host; all if it has fewer."""
-    address, total, steps = _layout(buffer)
-    size = buffer.itemsize
-    if steps:
-        items = total // size
-        sampled = []
-        # The number of an item gives its index in each dimension.
-        for number in (*range(0, items, max(1, total // most) | 1), items - 1):
-            place = address
-            rest = number
-            for length, step in zip(reversed(buffer.shape), reversed(steps), strict=True):
-                rest, index = divmod(rest, length)
-                place += index * step
-            sampled.append(ctypes.string_at(place, size))
-        return b"".join(sampled)
-    if total <= most:
-        return ctypes.string_at(address, total)
-    memory = memoryview((ctypes.c_ubyte * total).from_address(address))
-    # An odd step visits different bytes of the items: an even one could see the same byte of each
-    # item only. The first and the last item are always sampled.
-    sample = memory[:: total // most | 1].tobytes()
-    return b"".join((sample, memory[:size].tobytes(), memory[-size:].tobytes()))
+def _view(address: int, total: int, places: int) -> memoryview:
+    """Return a view of about so many words all over contiguous memory; of all if it is small."""
+    if total <= places * _WORD:
+        return memoryview(_BYTES.from_address(address))[:total]
+    count = total // _WORD
+    # An odd step visits different columns of rows: an even one could see the same one of each row.
+    return memoryview(_WORDS.from_address(address))[: count : count // places | 1]
 
 
-def content_of(buffer: Any, most: int = _SAMPLED) -> Content:
-    """Return the version counter and the checksum that change when a buffer is written."""
-    version = 0
-    if isinstance(buffer, Tensor):
-        try:
-            version = buffer._version
-        except RuntimeError:
-            # An inference tensor has no counter; is_inference() would release the interpreter lock.
-            version = 0
-    return version, crc32(_sample(buffer, most))
+def _items(buffer: Any, address: int, steps: Sequence[int], places: int) -> Iterator[bytes]:
+    """Yield about so many items of a buffer whose memory is not contiguous."""
+    items = buffer.nbytes // buffer.itemsize
+    # The number of an item gives its index in each dimension.
+    for number in range(0, items, items // places | 1):
+        place = address
+        rest = number
+        for length, step in zip(reversed(buffer.shape), reversed(steps), strict=True):
+            rest, index = divmod(rest, length)
+            place += index * step
+        yield ctypes.string_at(place, buffer.itemsize)
+
+
+def _version_of(buffer: Any) -> int:
+    """Return the version counter of a tensor; 0 for an array."""
+    try:
+        return buffer._version if isinstance(buffer, Tensor) else 0
+    except RuntimeError:
+        # An inference tensor has no counter; is_inference() would release the interpreter lock.
+        return 0
 
 
 class Buffer(NamedTuple):
@@ -137,24 +135,52 @@ class Buffer(NamedTuple):
         reference: A weak reference: what is only compared must not keep its memory.
         shape: Its shape.
         dtype: Its data type.
-        content: The version counter and checksum at that time.
+        version: Its version counter at that time; 0 for an array.
+        sample: A sample of its memory at that time.
         begin: The address of its first byte on the host.
         end: The address behind its last byte.
+        view: A view of the sampled memory, which may be read while the buffer has this memory; None
+            if the memory is not contiguous, or not on the host.
     """
 
     reference: weakref.ref[Any]
     shape: Sequence[int]
     dtype: Any
-    content: Content
+    version: int
+    sample: bytes
     begin: int
     end: int
+    view: memoryview | None
 
     @classmethod
-    def of(cls, buffer: Any, most: int = _SAMPLED) -> Buffer:
+    def of(cls, buffer: Any, places: int = _SAMPLED) -> Buffer:
         """Return a tensor or array with its current contents."""
-        content = content_of(buffer, most)
+        begin, total, steps = _layout(buffer)
+        end = begin + total
+        view = _view(begin, total, places) if total and not steps else None
+        sample = b"" if view is None else view.tobytes()
+        if steps:
+            sample = b"".join(_items(buffer, begin, steps, places))
+            begin, end = _span(buffer, begin, steps)
         reference = weakref.ref(buffer)
-        return cls(reference, buffer.shape, buffer.dtype, content, *span_of(buffer))
+        version = _version_of(buffer)
+        return cls(reference, buffer.shape, buffer.dtype, version, sample, begin, end, view)
+
+    def is_as(self, buffer: Any) -> bool:
+        """Return whether a tensor or array has the contents of this one at that time."""
+        if _version_of(buffer) != self.version:
+            return False
+        is_same = self.reference() is buffer
+        # The buffer may have other memory by now, as after tensor.data = other.
+        if self.view is not None and is_same:
+            is_there = _address(buffer) == self.begin and buffer.nbytes == self.end - self.begin
+            return is_there and self.view.tobytes() == self.sample
+        return Buffer.of(buffer).sample == self.sample
+
+    def written(self) -> Any:
+        """Return the tensor or array if it was written since, and still exists; else None."""
+        buffer = self.reference()
+        return None if buffer is None or self.is_as(buffer) else buffer
 
 
 class Contents:
@@ -162,52 +188,43 @@ class Contents:
 
     Args:
         batch: The batch.
-        most: About how many bytes of each tensor or array are sampled.
+        places: At about how many places each tensor or array is sampled.
         containers: Whether ``changed`` compares which objects the containers hold, too.
     """
 
-    def __init__(self, batch: Any, most: int = _SAMPLED, *, containers: bool = False) -> None:
+    def __init__(self, batch: Any, places: int = _SAMPLED, *, containers: bool = False) -> None:
         buffers, self._structure = parts_of(batch)
-        self._buffers = [Buffer.of(buffer, most) for buffer in buffers]
+        self._buffers = [Buffer.of(buffer, places) for buffer in buffers]
         self._nodes = [*nodes_in(batch)] if containers and not isinstance(batch, Tensor) else []
 
     @property
-    def checksums(self) -> list[int]:
-        """The checksums that tell the batch from others, in another process, too.
+    def checksum(self) -> int:
+        """A checksum that tells the batch from others, in another process, too.
 
-        The first one is of the structure; the others are of shape, data type and sample of each
-        tensor and array.
+        It is of the structure, and of shape, data type and sample of each tensor and array.
         """
-        forms = ((*b.shape, str(b.dtype), b.content[1]) for b in self._buffers)
-        return [self._structure, *(crc32(repr(form).encode()) for form in forms)]
+        forms = [(*b.shape, str(b.dtype), crc32(b.sample)) for b in self._buffers]
+        return crc32(repr((self._structure, forms)).encode())
 
     def release(self) -> None:
         """Drop the containers, which hold the batch."""
         self._nodes = []
-
-    @property
-    def checksum(self) -> int:
-        """One checksum of all parts."""
-        return crc32(repr(self.checksums).encode())
 
     def is_used_again_by(self, later: Contents) -> bool:
         """Return whether later contents are in memory of these, which was written since.
 
         A buffer that is gone does not count: its memory is free for new batches.
         """
-        for earlier in self._buffers:
-            for other in later._buffers:
-                if other.begin < earlier.end and earlier.begin < other.end:
-                    buffer = earlier.reference()
-                    if buffer is not None and content_of(buffer) != earlier.content:
-                        return True
-        return False
+        pairs = product(self._buffers, later._buffers)
+        again = [old for old, new in pairs if new.begin < old.end and old.begin < new.end]
+        return any(earlier.written() is not None for earlier in again)
 
     def are_those_of(self, batch: Any) -> bool:
         """Return whether the batch has the same structure, numbers and contents of buffers."""
         buffers, structure = parts_of(batch)
-        contents = [buffer.content for buffer in self._buffers]
-        return structure == self._structure and contents == [*map(content_of, buffers)]
+        if structure != self._structure or len(buffers) != len(self._buffers):
+            return False
+        return all(map(Buffer.is_as, self._buffers, buffers))
 
     def renew(self) -> None:
         """Compare with the current contents from now on."""
@@ -216,23 +233,10 @@ class Contents:
 
     def written(self) -> list[Any]:
         """Return the tensors and arrays that were written since, and still exist."""
-        pairs = [(known.content, known.reference()) for known in self._buffers]
-        return [now for content, now in pairs if now is not None and content_of(now) != content]
+        written = [known.written() for known in self._buffers]
+        return [buffer for buffer in written if buffer is not None]
 
     def changed(self) -> list[Any]:
         """Return the buffers that were written, and the containers that hold other values now."""
         now = [(node, ValueNode.of(node.value)) for node in self._nodes]
         return self.written() + [node.value for node, after in now if not same_node(node, after)]
-
-
-def has_checksums(batch: Any, saved: Sequence[int]) -> bool:
-    """Return whether a batch still has the parts of which checksums were saved.
-
-    Parts may have been added to an object with a ``record_stream`` method: reading it may compute
-    attributes.
-    """
-    now = Contents(batch).checksums
-    # torchrec's KeyedJaggedTensor, for one, computes offsets from its lengths when they are read.
-    if any(has_record_stream(type(node.value)) for node in nodes_in(batch)):
-        return Counter(saved[1:]) <= Counter(now[1:])
-    return [*saved] == now

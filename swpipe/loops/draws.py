@@ -20,8 +20,8 @@ loader's type, or declared (``draws=``), or observed:
                 ``GeneratorWatch``: a state that changes in a pull was drawn from by the loader,
                 between two of them by the body. With draws=False these are pulls 2 and 3, and
                 pulls 16, 64, 256 ... of each pass
-    AHEAD       states are compared at the end of each pull, at its beginning unless the previous
-                pull has just ended, and at each hand-over during which no pull runs
+    AHEAD       states are compared at the end of each pull, and at each hand-over during which no
+                pull runs: then the loader's thread has been idle since its last pull
 
 The first pull of a pass comes before any body, and may draw from any generator.
 
@@ -46,11 +46,10 @@ Assumptions
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -62,15 +61,17 @@ _ALONE = 5
 """The number of watched pulls in a loop's first pass, the first one included: four bodies run
 alone."""
 
-_TOUCH_S = 2e-4
-"""Seconds: if a pull begins this soon after another, states are not compared in between."""
+_ALONE_LATER = 2
+"""The number of watched pulls in a loop's later passes. They are not traced line by line, which
+would cost each pass some time."""
 
 _CHECKED = 3
 """The number of watched pulls if the user has declared that the loader draws nothing."""
 
 _LATER = [4**power for power in range(2, 20)]
 """The numbers of the pulls that are watched in each pass, besides the first ones, where the user
-has declared that the loader draws nothing."""
+has declared that the loader draws nothing. Each costs two loads that are not hidden: only a
+declaration is worth it."""
 
 _BOTH_DRAW = (
     "the loader and the loop, a task or its body, both draw from {names}, and the loader has drawn "
@@ -98,18 +99,6 @@ _WORKER = "else let a worker make its batches, by DataLoader(num_workers=1), or 
 
 _warned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The loaders whose serial pulls a warning has reported, by id."""
-
-
-class _Either(NamedTuple):
-    """A generator that changed while a pull and a body ran, so that either may have drawn.
-
-    Attributes:
-        batch: The first batch whose body ran when the generator changed.
-        pull: The last pull that ran when the generator changed.
-    """
-
-    batch: int
-    pull: int
 
 
 class LoaderDraws:
@@ -145,32 +134,24 @@ class LoaderDraws:
         self._known = known
         self._body = set[str]()  # generators that the tasks or the body were seen to draw from
         self._seen: States = {}  # the states when they were last compared
-        self._either: dict[str, _Either] = {}  # changes that either side may have made, by name
+        # The generators that changed while a pull and a body ran, so that either may have drawn,
+        # and the first batch whose body ran then.
+        self._either: dict[str, int] = {}
         self._refused = ""  # an error for the caller's next request
         self._ahead = False  # some pull of this pass ran beside a body
         self._handed_out = 0  # the batches handed out when the last pull began
-        self._looked_s = 0.0  # the time at which the last pull ended
-        self._reads_all = False  # all states are read around the pull that is under way
         self._watch = GeneratorWatch(generators)
-        # The number of first pulls that are serial and watched in the next pass.
-        self._first = 0 if known or declared else _ALONE if declared is None else _CHECKED
-        self._watched = set[int]()  # the numbers of these pulls in this pass
-        self._traced = set[int]()  # those that are traced line by line
+        # The number of first pulls of this pass that are serial; the second and later are watched.
+        self._alone = 0
 
     def begin(self) -> None:
         """Begin a new pass: draws before it have the order of a plain loop."""
         self.after = {}
         self._seen = {}
-        # An undecided draw stays open across passes, but no pull of this pass has made it.
-        self._either = {name: _Either(change.batch, 0) for name, change in self._either.items()}
         self._ahead = False
-        if self._first:
-            # Each later one costs two loads that are not hidden: only a declaration is worth it.
-            later = _LATER if self._declared is False else ()
-            self._watched = {*range(1, self._first + 1), *later}
-            # The first pulls of later passes are not traced, which would cost each pass some time.
-            self._traced = self._watched - ({1} if self._first > 2 else {1, 2})
-            self._first = 2
+        if not (self._known or self._declared):
+            first = _ALONE if self._declared is None else _CHECKED
+            self._alone = _ALONE_LATER if self._alone else first
 
     # ------------------------------------------------------------------------ the caller asks
 
@@ -206,25 +187,27 @@ class LoaderDraws:
 
     def wants_turn(self, number: int) -> bool:
         """Return whether a pull is serial, by its number in the pass from 1."""
-        return self.in_turn or number in self._watched
+        return self.in_turn or number <= self._alone or self.watches(number)
 
     def watches(self, number: int) -> bool:
         """Return whether a pull is watched, by its number in the pass from 1."""
-        return number in self._watched and number > 1
+        later = self._declared is False and not self._known and number in _LATER
+        return later or 1 < number <= self._alone
 
-    def asked(self, handed_out: int, *, pulling: bool) -> None:
-        """Compare the states when the caller asks for an iteration, after the previous body.
+    def asked(self, handed_out: int, *, pulling: bool, ahead: bool) -> None:
+        """Compare the states when the caller asks for an iteration, or for a state of the loop.
 
         Args:
             handed_out: The number of batches that the caller has received.
             pulling: Whether a pull is under way.
+            ahead: Whether the loader is past these batches.
 
         Raises:
             RuntimeError: The loader and the body have drawn from the same generator.
         """
         # During a pull, the comparison at its end sees the same changes, as undecided ones.
         if not pulling:
-            self._note_body(self._changes(), handed_out)
+            self._note_body(self._changes(), handed_out, ahead=ahead)
         # Raised here, on the caller's thread, also where the pulling thread has found the conflict.
         if self._refused:
             refused = self._refused
@@ -234,31 +217,27 @@ class LoaderDraws:
     # --------------------------------------------------------------------------------- a pull
 
     def before_pull(self, number: int, handed_out: int, *, alone: bool) -> States:
-        """Return the states before a pull: of all generators for a watched pull, else the loader's.
+        """Return the states before a pull: of all generators for a first pull, else the loader's.
 
         Args:
             number: The number of the pull in the pass, from 1.
             handed_out: The number of batches that the caller has received.
             alone: Whether nothing runs beside the pull.
         """
-        # A draw between two pulls that nearly touch counts as a draw of the second pull: to compare
-        # the states at both ends would cost fast loaders more than it tells.
-        if alone or time.perf_counter() - self._looked_s > _TOUCH_S:
-            names = self._changes()
-            if number > 1:
-                self._note_body(names, handed_out)
+        if alone and number > 1:
+            self._note_body(self._changes(), handed_out, ahead=False)
         self._handed_out = handed_out
         self._ahead |= not alone
-        first = number <= _ALONE or self.watches(number)
-        self._reads_all = alone and first and not self._known
-        return self._generators.read(None if self._reads_all else self.names | self._generators.own)
+        reads_all = alone and number <= _ALONE and not self._known
+        return self._generators.read(None if reads_all else self.names | self._generators.own)
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
         """Watch the generators and tensors within the block, in which a watched pull is made."""
         self._watch.use = None
         # Where the two take turns, no body runs in between that could see what a pull sets back.
-        if number not in self._traced or (self.in_turn and self._declared is None):
+        traced = number > _ALONE_LATER or self._alone > _ALONE_LATER
+        if not traced or (self.in_turn and self._declared is None):
             yield
             return
         self.tensors.begin_pull()
@@ -272,17 +251,16 @@ class LoaderDraws:
             RuntimeError: The loader has drawn, and ``draws=False``.
         """
         drawn = self._changes()
-        self._looked_s = time.perf_counter()
         # After serial pulls nothing is set back and nothing new is learned, so reading the states,
         # which takes some time, is left out.
-        unread = alone and self.in_turn and not self._reads_all
+        unread = alone and self.in_turn and number > _ALONE
         self.after = {} if unread else self._generators.read(before)
         # The first pull of a pass comes before any body, so its draws decide nothing.
         if number == 1:
             return
         if not alone:
             if drawn and self._declared is None:
-                self._note_either(drawn - self._generators.own, number)
+                self._note_either(drawn - self._generators.own)
             return
         drawn |= changed(before, self.after)
         where = ""
@@ -314,10 +292,10 @@ class LoaderDraws:
         """
         return self._declared is None and not (self._known or self.in_turn)
 
-    def drawn_by_either(self, handed_out: int) -> frozenset[str]:
-        """Return the generators that a pull after this batch, or the body, may have drawn from."""
-        changes = self._either.items()
-        return frozenset(name for name, change in changes if change.pull > handed_out)
+    @property
+    def undecided(self) -> Set[str]:
+        """The generators that a pull ahead, or a body beside it, may have drawn from."""
+        return self._either.keys()
 
     def drawn_by_others(self) -> frozenset[str]:
         """Return the loader's generators that other code has drawn from since the last pull.
@@ -330,18 +308,17 @@ class LoaderDraws:
 
     def _changes(self) -> frozenset[str]:
         """Return the generators whose states have changed since the last comparison."""
-        compared = self._generators.own
         # If pulls are serial because the body draws, its further draws need not be found.
         settled = self.in_turn and self._body and not self._either
-        if not (self._known or self._declared is False or settled):
-            compared = compared | self._generators.defaults
+        only_own = self._known or self._declared is False or settled
+        compared = self._generators.own if only_own else self._generators.on_host
         if not compared:
             return compared
         before = self._seen
         self._seen = self._generators.read(compared)
         return changed(before, self._seen)
 
-    def _note_body(self, names: frozenset[str], handed_out: int) -> None:
+    def _note_body(self, names: frozenset[str], handed_out: int, *, ahead: bool) -> None:
         if not names:
             return
         self._body |= names
@@ -354,7 +331,8 @@ class LoaderDraws:
         if self._ahead and late:
             self._refuse(late, handed_out, _OWN_MEND if own else _ALONE_MEND)
         # In a plain loop, a later pull that may have drawn would come after this body.
-        self._refuse_either(names & self.drawn_by_either(handed_out))
+        if ahead:
+            self._refuse_either(names)
         self._refuse_either(self._body & self.names)
 
     def _note_loader(self, names: frozenset[str], number: int, where: str) -> None:
@@ -370,10 +348,9 @@ class LoaderDraws:
             self.in_turn = True
         self._refuse_either(self._body & self.names)
 
-    def _note_either(self, names: frozenset[str], number: int) -> None:
+    def _note_either(self, names: frozenset[str]) -> None:
         for name in names:
-            first = self._either.get(name, _Either(self._handed_out, 0)).batch
-            self._either[name] = _Either(first, number)
+            self._either.setdefault(name, self._handed_out)
             self.in_turn = True
         self._refuse_either(self._body & self.names)
 
@@ -381,7 +358,7 @@ class LoaderDraws:
         """Refuse generators that either side may have drawn from, once both sides have."""
         either = self._either.keys() & names
         if either:
-            self._refuse(either, min(self._either[name].batch for name in either), _MEND)
+            self._refuse(either, min(self._either[name] for name in either), _MEND)
 
     def _refuse(self, names: Iterable[str], handed_out: int, mend: str) -> None:
         words = names_in_words(names)

@@ -18,7 +18,7 @@ be handed out, so that the feed cannot deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 
@@ -39,6 +39,7 @@ class FeedPace:
 
     Attributes:
         version: The newest version of the policy; -1 before the first.
+        requests: How many requests were pulled in all.
         arrivals: The samples handed out so far, in order.
     """
 
@@ -52,11 +53,10 @@ class FeedPace:
         self._completed = completed and replay is None
         self.replay = replay
         self._asked = 0
-        self._requests = 0
+        self.requests = 0
         self._end = None if replay is None else len(replay)
         self._open: dict[int, int] = {}  # sample to version, from request to hand-over
         self._lost: list[int] = []
-        self._arrived: list[int] = []
 
     def needed(self) -> int:
         """Return the number of requests to pull in all before the next version is published."""
@@ -71,7 +71,7 @@ class FeedPace:
         if requests < self.needed():
             self._end = requests
         self.version += 1
-        self._requests = requests
+        self.requests = requests
 
     @property
     def done(self) -> bool:
@@ -90,33 +90,32 @@ class FeedPace:
         if self._asked == self._end:
             return None
         arrival = self._planned(self._asked)
-        if arrival.version > self.version or arrival.number >= self._requests:
+        if arrival.version > self.version or arrival.number >= self.requests:
             return None
         self._asked += 1
         self._open[arrival.number] = arrival.version
         return arrival
 
-    def arrive(self, number: int) -> None:
-        """Record that a sample has arrived."""
-        self._arrived.append(number)
-
     def lose(self, number: int) -> None:
         """Record that a requested sample is lost and must be requested again."""
         self._lost.append(number)
 
-    def take(self) -> Arrival | None:
-        """Return the sample to hand out next, or None if it has not arrived yet."""
+    def take(self, arrived: Collection[int]) -> Arrival | None:
+        """Return the sample to hand out next, or None if it has not arrived yet.
+
+        Args:
+            arrived: The samples that have arrived and were not handed out, in this order.
+        """
         if self.done:
             return None
-        candidates = (
-            self._arrived if self._completed else [self._planned(len(self.arrivals)).number]
-        )
-        for number in candidates:
-            if number in self._arrived and (not self._completed or self._leaves_time(number)):
-                self._arrived.remove(number)
-                self.arrivals.append(Arrival(number, self._open.pop(number)))
-                return self.arrivals[-1]
-        return None
+        if self._completed:
+            number = next(filter(self._leaves_time, arrived), -1)
+        else:
+            number = self._planned(len(self.arrivals)).number
+        if number not in arrived:
+            return None
+        self.arrivals.append(Arrival(number, self._open.pop(number)))
+        return self.arrivals[-1]
 
     def _planned(self, position: int) -> Arrival:
         if self.replay is not None:

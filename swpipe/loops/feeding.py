@@ -119,14 +119,13 @@ class Feed(Iterator[FeedBatch]):
     ) -> None:
         self.arrivals = pace.arrivals
         self.lost: dict[str, str] = {}
-        self._source = iter(requests)
+        self._source = enumerate(requests)
         self._workers = workers
         self._policy = policy
         self._pace = pace
         self._timeout_s = timeout_s
         self._requests: dict[int, Any] = {}  # sample to request, until it is handed out
-        self._pulled = 0
-        self._values: dict[int, tuple[str, Any]] = {}
+        self._values: dict[int, tuple[str, Any]] = {}  # of the samples that have arrived
         # Pickled policies by version, limited to the versions that the staleness still allows.
         self._policies: dict[int, bytes] = {}
         self._asked: dict[str, int] = {}  # worker to the sample that it is making
@@ -175,14 +174,17 @@ class Feed(Iterator[FeedBatch]):
         needed = self._pace.needed()
         # Only this thread writes to _requests outside the lock, and only for numbers that no worker
         # thread may ask for before publish() below.
-        for request in islice(self._source, needed - self._pulled):
-            self._requests[self._pulled] = request
-            self._pulled += 1
-        if self._pace.replay is not None and self._pulled < needed:
-            raise ValueError(f"replay has sample {needed - 1}, of {self._pulled} requests")
+        more = dict(islice(self._source, needed - self._pace.requests))
+        self._requests.update(more)
+        pulled = self._pace.requests + len(more)
+        if self._pace.replay is not None and pulled < needed:
+            raise ValueError(
+                f"replay has sample {needed - 1}, of {pulled} requests: give the requests of the "
+                "run that was recorded"
+            )
         samples: list[Sample] = []
         with self._changed:
-            self._pace.publish(self._pulled)
+            self._pace.publish(pulled)
             self._policies[self._pace.version] = published
             self._policies.pop(self._pace.version - self._pace.staleness - 1, None)
             self._changed.notify_all()
@@ -191,7 +193,7 @@ class Feed(Iterator[FeedBatch]):
                 for thread in self._threads:
                     thread.start()
             while len(samples) < self._pace.batch and not self._pace.done:
-                arrival = self._pace.take()
+                arrival = self._pace.take(self._values)
                 if arrival is None:
                     self._wait()
                     continue
@@ -206,11 +208,17 @@ class Feed(Iterator[FeedBatch]):
         if self._error is not None:
             raise self._error
         if len(self.lost) == len(self._workers):
-            raise RuntimeError(f"all workers are gone: {self.lost}")
+            raise RuntimeError(
+                f"all workers are gone: {self.lost}. No worker is left to make these samples: "
+                "begin the feed again with new ones"
+            )
         self._warn_of_lost()
         if not self._changed.wait(self._timeout_s):
             asked = ", ".join(f"{name} for sample {i}" for name, i in self._asked.items())
-            raise RuntimeError(f"no sample came in {self._timeout_s} s; asked: {asked or 'nobody'}")
+            raise RuntimeError(
+                f"no sample came in {self._timeout_s} s; asked: {asked or 'nobody'}. If a sample "
+                "may take longer, give a larger timeout_s"
+            )
 
     def _warn_of_lost(self) -> None:
         for name in [*self.lost][self._warned :]:
@@ -248,11 +256,9 @@ class Feed(Iterator[FeedBatch]):
                     self._changed.notify_all()
                 return
             held = arrival.version
-            # One lock for both tables: each sample that take() returns has its value.
             with self._changed:
                 del self._asked[name]
                 self._values[arrival.number] = name, value
-                self._pace.arrive(arrival.number)
                 self._changed.notify_all()
 
     def _next_question(self, name: str) -> tuple[Arrival, bytes, Any] | None:

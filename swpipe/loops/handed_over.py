@@ -81,8 +81,6 @@ class HandOver:
     Attributes:
         failure: The error of the earliest iteration that failed; None without an error.
         handed: The iterations that were handed over and not taken, by number.
-        left: The iterations that were not taken when the loop was left, oldest first.
-        interrupted: Whether an interrupt has ended a function on the caller's thread.
 
     Args:
         caller: The task on the caller's thread that hands over.
@@ -108,8 +106,6 @@ class HandOver:
         own = [_declared(task, threads) for task, threads in zip(behind, workers, strict=True)]
         self.given = (_declared(caller, 1), *own)
         self.handed: dict[int, Handed] = {}
-        self.left: list[Handed] = []
-        self.interrupted = False
         self._names = [task.name for task in behind]
         self._functions = [task.fn for task in behind]
         self._caller = caller.name
@@ -152,16 +148,12 @@ class HandOver:
         def run(ctx: Any) -> None:
             if self._is_after_failure(ctx.iter_idx):
                 return
-            # This stays True only if an interrupt ends the function: `except Exception` does not
-            # catch KeyboardInterrupt.
-            self.interrupted = True
             try:
                 task.fn(ctx)
                 if task.name == self._caller:
                     self._hand_over(ctx)
             except Exception as error:  # noqa: BLE001 - raised in place of the result (1)
                 self._fail(ctx.iter_idx, task.name, error)
-            self.interrupted = False
 
         return replace(task, fn=run)
 
@@ -255,7 +247,7 @@ class HandOver:
     def begin(self) -> None:
         """Reset the state before a pass begins or continues."""
         self._failures.clear()
-        self._stopped = self.interrupted = False
+        self._stopped = False
         self.handed.clear()
 
     def complete(self, handed: Handed) -> None:
@@ -292,7 +284,7 @@ class HandOver:
             raise error
 
     def finish(self) -> None:
-        """Complete the iterations that were handed over, and move them to ``left``.
+        """Complete the iterations that were handed over, and drop their results.
 
         Raises:
             RuntimeError: A function has not returned.
@@ -309,9 +301,9 @@ class HandOver:
             for number in sorted(self.handed):
                 self.complete(self.handed[number])  # (3)
         finally:
-            self.left = [self.handed[number] for number in sorted(self.handed)]
+            count = len(self._functions)
+            missed = sorted(number for number, h in self.handed.items() if h.done < count)
             self.handed = {}
-            missed = [h.ctx.iter_idx for h in self.left if h.done < len(self._functions)]
             if missed and self.failure is not None:
                 text = f"swpipe: functions behind did not run on iterations {missed}"
                 add_note(self.failure, text)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Set
 from dataclasses import replace
 from inspect import GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from typing import Any
@@ -39,15 +39,11 @@ from swpipe._engine.waiting import Cancelled, ProgressCounter
 from swpipe.accelerate_check import PreparedCheck
 from swpipe.core.loaders import are_same, read_in_pass
 from swpipe.errors import add_note
+from swpipe.loops.batch_memory import Contents
 from swpipe.loops.pass_generators import States
 from swpipe.loops.pass_record import PassRecord
 from swpipe.loops.place_in_pass import begun_again
 from swpipe.loops.pulled_loader import PulledLoader
-
-BEGUN = "begun"
-RUNNING = "running"
-LEFT = "left"
-ENDED = "ended"
 
 _LEFT_S = 600.0
 """Seconds that a pass waits for a pull of the previous pass to return."""
@@ -57,7 +53,8 @@ class LoaderPass:
     """A pass that has begun.
 
     Attributes:
-        life: Where the pass is in its life, as drawn above; set by the loop.
+        running: Whether the pass is RUNNING, as drawn above; set by the loop.
+        left: Whether the pass is LEFT; set by the loop.
         iterator: The remaining batches of the pass.
         pulled: The number of batches pulled in this pass.
         fed: The number of batches given to the pipeline.
@@ -76,7 +73,8 @@ class LoaderPass:
 
     def __init__(self, of: PulledLoader, saved: Mapping[str, Any] | None = None) -> None:
         handed_out = 0 if saved is None else saved["batches"]
-        self.life = BEGUN
+        self.running = False
+        self.left = False
         self.pulled = handed_out
         self.fed = handed_out
         self.handed_out = handed_out
@@ -90,7 +88,8 @@ class LoaderPass:
         self._lock = threading.RLock()
         self._begun = 0  # how many pulls have begun
         self._returned = ProgressCounter()  # how many of these have returned
-        self._end = ""  # ENDED or LEFT if nothing more is pulled
+        self._over = False  # nothing more is pulled: the pass was left, or the end was found
+        self._end_is_known = False  # the loader has no more batches
         # Incremented when the pass is left: a pull for an older part is cancelled.
         self._part = 0
         self._first = 0  # the number of the iteration that has the first batch of the pass
@@ -114,16 +113,12 @@ class LoaderPass:
             check: Whether to add the checksums that let a resumed loop refuse different batches.
         """
         of = self._of
-        # Without a declaration, only the end of a pull tells whether it has drawn.
-        if of.beside and of.draws.compares:
-            self.await_pull()
         with self._lock:
-            pulls = self.record.up_to(self.handed_out)
             # None means that no pass had begun; an empty dict, that one had begun without any pull.
             after_pull: States | None = None if self.pulled else {}
             # The generators are past the last batch if more was pulled, or if the end was found.
-            if pulls and (self.is_ahead or self._pulling or self._end_is_known):
-                after_pull = of.draws.drawn(pulls[-1].after)
+            if self._is_past or self._pulling:
+                after_pull = of.draws.drawn(self.record.after(self.handed_out))
             state = {
                 "batches": self.handed_out,
                 "generators": of.generators.read(),
@@ -139,7 +134,7 @@ class LoaderPass:
     @property
     def is_left(self) -> bool:
         """Whether the pass was left before its last batch was handed out."""
-        return self.life == LEFT and not self.ended
+        return self.left and not self.ended
 
     @property
     def is_ahead(self) -> bool:
@@ -151,19 +146,33 @@ class LoaderPass:
         return self._returned.count < self._begun
 
     @property
-    def _end_is_known(self) -> bool:
-        return self._end == ENDED and self.failure is None
+    def _is_past(self) -> bool:
+        """Whether the loader is past the last batch handed out: by a batch, or by its end."""
+        return self.is_ahead or self._end_is_known
 
-    def drawn_by_others(self) -> frozenset[str]:
-        """Return the generators that other code drew from since the last pull ahead.
+    def compare_draws(self) -> None:
+        """Find out who has drawn until now, before a state is saved in the body.
+
+        Raises:
+            RuntimeError: The loader and the body have drawn from the same generator.
+        """
+        draws = self._of.draws
+        # Without a declaration, only the comparison at a pull's end tells whether it has drawn.
+        if draws.compares:
+            self.await_pull()
+            with self._lock:
+                draws.asked(self.handed_out, pulling=False, ahead=self._is_past)
+
+    def drawn_by_others(self) -> Set[str]:
+        """Return the generators that other code drew from, or may have, since the last pull ahead.
 
         While a batch is being pulled, only generators with an undecided use are returned.
         """
         draws = self._of.draws
         with self._lock:
-            known = self.is_ahead and not self._pulling
-            either = draws.drawn_by_either(self.handed_out)
-            return either | (draws.drawn_by_others() if known else frozenset())
+            if not self._is_past:
+                return frozenset()
+            return draws.undecided | (frozenset() if self._pulling else draws.drawn_by_others())
 
     # --------------------------------------------------------------- what the caller does
 
@@ -176,13 +185,13 @@ class LoaderPass:
         """
         of = self._of
         with self._lock:
-            self.record.end_body()
+            self.record.end_body(self.handed_out)
             # What is read at the first request is compared later: the body may change it from now.
             if self._sampling is None:
                 self._sampling = read_in_pass(of.inner)
             elif self._sampling or type(of.loader) is list:
                 self._check_unchanged(self._sampling)
-            of.draws.asked(self.handed_out, pulling=self._pulling)
+            of.draws.asked(self.handed_out, pulling=self._pulling, ahead=self._is_past)
             if of.draws.watches(self.handed_out + 1):
                 self._check_tensors()
 
@@ -229,16 +238,16 @@ class LoaderPass:
         Raises:
             StopIteration: The loader has no more batches.
         """
-        if self._end or not self._advance(alone=True):
+        if self._over or not self._advance(alone=True):
             raise StopIteration
         return self._taken(self._part)
 
     def go_on(self) -> bool:
         """Make a new iterator after one has ended; return False at the loader's end."""
         with self._lock:
-            if not self._end:
+            if not self._over:
                 self.iterator = self._pull()
-            return not self._end
+            return not self._over
 
     def _check_unchanged(self, sampling: list[Any]) -> None:
         """Refuse a list or samplers that would give other batches now than were pulled ahead."""
@@ -265,7 +274,7 @@ class LoaderPass:
 
     def hand_out(self) -> None:
         """Count the next batch as received by the caller, whose body begins."""
-        # Without the lock, and in this order: a pull that begins now finds the batch in use.
+        # Without the lock: the batch stays in use until the body has ended.
         self.record.begin_body(self.handed_out + 1)
         self.handed_out += 1
         if self._of.draws.watches(self.handed_out + 1):
@@ -281,13 +290,13 @@ class LoaderPass:
             self.await_pull()
             if self._of.data is not None:
                 _refuse_changed(self._of.data.changed)
-            if self.is_ahead or (not self._end and self._advance(alone=True)):
+            if self.is_ahead or (not self._over and self._advance(alone=True)):
                 raise ValueError(f"the loader has more batches than its length, {self.handed_out}")
         self.ended = True
         if self.failure is not None:
             raise self.failure
 
-    def leave(self, *, failed: bool) -> frozenset[str]:
+    def leave(self, *, failed: bool) -> Set[str]:
         """Leave the pass before its end; the pipeline pulls no more batches.
 
         A pull that is under way is the last one.
@@ -310,26 +319,24 @@ class LoaderPass:
             if self._of.goes_on:
                 self._part += 1
                 self.iterator = self._pull()
-                return self._of.draws.drawn_by_either(self.handed_out)
+                return self._of.draws.undecided if self._is_past else frozenset()
             self.lost = self.is_ahead or self._pulling
         return self._set_back()
 
-    def _set_back(self) -> frozenset[str]:
+    def _set_back(self) -> Set[str]:
         """Set the generators back to their states after the last batch handed out."""
         self.release()
         draws = self._of.draws
-        if either := draws.drawn_by_either(self.handed_out):
-            return either
-        pulls = self.record.up_to(self.handed_out)
-        after = pulls[-1].after if pulls else {}
-        # Nothing to set back if the loader draws nothing, or has pulled nothing ahead.
-        if not (draws.names and draws.after and (self.is_ahead or self._end_is_known)):
-            return frozenset()
+        after = self.record.after(self.handed_out)
         # If other code has drawn since, setting the generators back would repeat its draws.
-        if others := self.drawn_by_others() or frozenset(draws.names - after.keys()):
+        if others := self.drawn_by_others():
             return others
-        self._of.generators.write(draws.drawn(after))
-        draws.begin()
+        # Nothing to set back if the loader draws nothing, or has pulled nothing ahead.
+        if draws.names and draws.after and self._is_past:
+            if unknown := draws.names - after.keys():
+                return unknown
+            self._of.generators.write(draws.drawn(after))
+            draws.begin()
         return frozenset()
 
     def is_continued(self) -> bool:
@@ -361,7 +368,7 @@ class LoaderPass:
             self._batches = iter(())
             self.record.release()
             self._part += 1
-            self._end = self._end or LEFT
+            self._over = True
 
     def close(self) -> None:
         """Drop the loader itself, too, if it is an iterator: no other pass can follow."""
@@ -398,7 +405,7 @@ class LoaderPass:
 
     def pull_first_alone(self) -> None:
         """Pull the first two batches of the pass, while nothing else runs."""
-        while self.pulled < 2 and not self._end and self._advance(alone=True):
+        while self.pulled < 2 and not self._over and self._advance(alone=True):
             pass
 
     def _pull(self) -> Generator[Any, None, None]:
@@ -407,7 +414,7 @@ class LoaderPass:
             if self._pulling:  # for the previous part of the pass, which was left
                 self.await_pull()
             waiting = self.pulled > self.fed
-            if not waiting and (self._end or self._wants_turn() or not self._advance()):
+            if not waiting and (self._over or self._wants_turn() or not self._advance()):
                 return
             yield self._taken(part)  # no local variable: this frame must not keep the batch
 
@@ -426,28 +433,28 @@ class LoaderPass:
         number = self.pulled + 1
         alone = alone or not of.ahead
         with self._lock:
-            if self._end:  # released after the thread had looked
+            if self._over:  # released after the thread had looked
                 raise Cancelled
-            self.record.begin_pull(self.handed_out)
+            in_use = self.record.in_use
             before = of.draws.before_pull(number, self.handed_out, alone=alone)
             self._begun += 1
         # The lock is not held here: a save or a break must not wait for a slow loader.
         begin_s = time.perf_counter()
         try:
-            return self._called(number, before, alone)
+            return self._called(number, before, in_use, alone=alone)
         finally:
             if of.times is not None:
                 of.times.note(begin_s, alone=alone, waited=alone and of.draws.in_turn)
             # In a finally block, because await_pull() would otherwise wait for a failed pull.
             self._returned.advance(self._begun)
 
-    def _called(self, number: int, before: States, alone: bool) -> bool:
+    def _called(self, number: int, before: States, in_use: list[Contents], *, alone: bool) -> bool:
         """Call the loader for one batch, and note what the call did."""
         of = self._of
         draws = of.draws
         failure: BaseException | None = None
-        ended = False
         batch = None
+        pull = None
         data = None if draws.in_turn else of.data
         if data is not None:
             data.before_pull()
@@ -457,9 +464,8 @@ class LoaderPass:
                     batch = next(self._batches)
             else:
                 batch = next(self._batches)
-            self.record.check_coming(number, batch)
         except StopIteration:
-            ended = True
+            pass
         except (KeyboardInterrupt, Cancelled):
             # An interrupted pull does not count, so its draws are undone.
             of.generators.write(draws.drawn(before))
@@ -467,25 +473,26 @@ class LoaderPass:
         except BaseException as error:  # noqa: BLE001 - raised after all earlier batches
             add_note(error, f"swpipe: raised by the pull of batch {self.pulled} of the pass")
             failure = error
-            ended = True
+        else:
+            # This may take a while, and the caller must not wait: without the lock.
+            pull = self.record.entry(number, batch, before)
         if self._prepared is not None:
             self._prepared.after_pull()
             self._prepared = None  # only the first pull is checked
         if data is not None:
             data.after_pull()
-        # Checksums may take a while, and the caller must not wait: computed without the lock.
-        pull = None if ended else self.record.entry(number, batch, before)
         with self._lock:
             draws.after_pull(number, before, alone=alone, batch=batch)
-            if self._end:  # released during the pull
+            if self._over:  # released during the pull
                 return False
             if pull is None:
                 self.failure = failure
                 self._batches = iter(())
-                self._end = ENDED
+                self._over = True
+                self._end_is_known = failure is None
                 return False
             pull.after = draws.after
-            self.record.add(number, pull, self.handed_out)
+            self.record.add(number, pull, in_use, self.handed_out)
             self.pulled = number
             return True
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
+from swpipe.accelerate_check import is_prepared
 from swpipe.core.context import C
 from swpipe.core.effects import Effects, undeclared_effects
 from swpipe.core.loaders import (
@@ -38,7 +39,7 @@ from swpipe.core.tables import wrapped
 from swpipe.core.task import PipelineTask, refs_in, task
 from swpipe.device import BatchCopy, Device, gives_pinned, on_cpu, resolve
 from swpipe.errors import PlanError, Problem
-from swpipe.loops.accelerate import AccelerateLoader, is_prepared
+from swpipe.loops.accelerate import AccelerateLoader
 from swpipe.loops.ahead_tasks import HAND_OVER, AheadTasks
 from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.loader_data import LoaderData
@@ -131,27 +132,25 @@ class OverlappedLoop(ResumableLoop[C]):
                 f"{names}: draws from a torch.Generator of its own, which is in no state of the "
                 "loop, and would draw other numbers after resuming. Let the dataset draw, or the "
                 "loader give a seed with each batch; or, if other numbers do not matter, or you "
-                "save the generator between two passes yourself, say state_dict(check=False)"
+                "save the generator between two passes yourself, save by state_dict(check=False)"
             )
 
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
-        loader = self._loader
+        if not self.overlap.loader_ahead:
+            return super()._pulled_loader(generators)
         inner = torchs(self._loader)
         # Draws are watched at run time, so a generator of the loader's own is no obstacle here.
         apart = is_apart(inner, draws_watched=True)
-        known = draws_nothing(inner)
-        if not self.overlap.loader_ahead:
-            # Nothing is pulled ahead: all draws have the order of a plain loop, unwatched.
-            draws = LoaderDraws(generators, declared=True, known=known)
-            return PulledLoader(loader, generators, draws, ahead=False)
+        draws = LoaderDraws(
+            generators, generators.own, declared=self._draws, known=draws_nothing(inner)
+        )
         plan = self.pipe.plan
         groups = {entry.thread_group for entry in plan.schedule.values()}
         return PulledLoader(
-            loader,
+            self._loader,
             generators,
-            LoaderDraws(generators, generators.own, declared=self._draws, known=known),
+            draws,
             ahead=True,
-            most=plan.depth,
             # A loader that is apart makes its batches elsewhere, or from data that nobody writes.
             data=None if apart else LoaderData(inner),
             times=PullTimes(only_pulls=plan.pull_group == _GROUP and groups == {DEFAULT_GROUP}),
@@ -290,7 +289,7 @@ def overlap(
     if not given:
         raise PlanError([Problem("there are no tasks: give at least one")])
     where = resolve(device)
-    if device is not None and not on_cpu(torch.device(where.name)):
+    if device is not None and is_elsewhere(where):
         given = (copy_before(given, where), *given)
     loop: OverlappedLoop[C] = loop_over(
         OverlappedLoop,
@@ -310,6 +309,11 @@ def overlap(
     # pull_ahead=True declares that the loader begins each pass anew, its workers included.
     loop._keep_nothing |= pull_ahead is True
     return loop
+
+
+def is_elsewhere(device: Device) -> bool:
+    """Return whether a device is another one than the CPU, so that batches are copied there."""
+    return not on_cpu(torch.device(device.name))
 
 
 def loop_over(
@@ -369,16 +373,14 @@ def loop_over(
     if workers != 1 and not leading:
         why = (*why, f"workers={shown(workers)} are not used: no task runs ahead.")
     plan = _plan(leading, behind, loader, workers, ahead=ahead)
-    if keep is not None or depth is not None:
-        plan = replace(plan, keep=keep, pipeline_depth=depth or plan.pipeline_depth)
+    depth = depth or plan.pipeline_depth
+    plan = replace(plan, keep=keep, pipeline_depth=depth, run_ahead=run_ahead)
     functions = AheadTasks(given, len(leading), pulled_ahead=ahead, workers=workers)
     tasks = functions.tasks
     if handed is not None:
         why = ()
         plan = handed.plan(plan)
         tasks = handed.tasks(tasks, leading)
-    if run_ahead is not None:
-        plan = replace(plan, run_ahead=run_ahead)
     overlapped = Overlap(plan, tuple(t.name for t in leading), ahead, why)
     effects = {PULL: Effects() if ahead else undeclared_effects()}
     pipe = SWPipeline(plan, tasks, effects=effects, **options)
@@ -432,9 +434,9 @@ def _why_in_turn(
     elif unknown is not None:
         what, mend = unknown
         yield (
-            f"The loader ({type(loader).__name__}) {what}, so it is pulled in turn. {mend}; or say "
-            "pull_ahead=True, if it does not read what the loop changes, and nobody asks it for "
-            "more than its batches."
+            f"The loader ({type(loader).__name__}) {what}, so it is pulled in turn. {mend}; or "
+            "pass pull_ahead=True, if it does not read what the loop changes, and nobody asks it "
+            "for more than its batches."
         )
 
 
@@ -453,8 +455,8 @@ def _why_behind(given: Sequence[PipelineTask], pulled: bool) -> Iterator[str]:
             name = behind[0].name
             yield (
                 f"If {name!r} uses its context and what nobody changes while the loop runs, no "
-                "model that is trained, and changes its context only, it may run ahead: say so by "
-                "@swpipe.task(pure=True)."
+                "model that is trained, and changes its context only, it may run ahead: declare "
+                "that by @swpipe.task(pure=True)."
             )
     if random and pulled:
         yield (

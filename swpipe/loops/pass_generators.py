@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -35,6 +34,7 @@ class PassGenerators:
     Attributes:
         defaults: The names of the default generators on the host.
         own: The names of the generators that the loader, its samplers and its dataset have.
+        on_host: Both.
 
     Args:
         loader: The loader.
@@ -47,10 +47,11 @@ class PassGenerators:
         self._places = own_generators(loader)
         self.own = frozenset(self._places)
         self._device = device
-        self._known = self.own | self.defaults
-        self._names = self._known | self._of_devices().keys()
-        # By name: the mark and the state that were read last.
-        self._last: dict[str, tuple[bytes | None, Any]] = defaultdict(lambda: (None, None))
+        self.on_host = self.own | self.defaults
+        self._names = self.on_host | self._of_devices().keys()
+        # The states of the default generators that were read last, and their marks.
+        self._last: States = {}
+        self._marks: dict[str, object] = {}
         self._access = GeneratorAccess(TaskSeeds(0, device), ProgressCounter())
 
     def exclusive(self) -> AbstractContextManager[None]:
@@ -74,32 +75,61 @@ class PassGenerators:
         as before, within some microseconds.
         """
         names = self._names if names is None else names
-        devices: States = {}
+        if not names:
+            return {}
+        # The common case, at each pull: the same object as before if nothing was used.
+        if names is self.on_host and not self.own:
+            return self._of_defaults()
+        states = {
+            name: _state_of(getattr(*self._places[name])) for name in self.own.intersection(names)
+        }
+        if not self.defaults.isdisjoint(names):
+            states |= self._of_defaults()
         # The generators of accelerators are read only if a name asks for one: it takes longer.
-        if not self._known.issuperset(names):
-            devices = self._of_devices()
-        states = {}
-        for name in names:
-            state = self._state(name) if name in self._known else devices.get(name)
-            if state is not None:
-                states[name] = state
-        return states
+        if not self.on_host.issuperset(names):
+            states = self._of_devices() | states
+        return {name: states[name] for name in names if name in states}
 
     def _of_devices(self) -> States:
         states = self._device.generator_states()
         return {f"{_TORCHS}{device}": state for device, state in states.items()}
 
-    def _state(self, name: str) -> Any:
-        """Return the state of a generator of the host; None if there is none of that name."""
-        last_mark, last = self._last[name]
-        mark = _mark(name, last)
-        if mark is not None and mark == last_mark:
-            return last
-        generator = self._generator(name)
-        state = None if generator is None else _state_of(generator)
-        # If another thread has used the generator since, the mark does not belong to this state.
-        self._last[name] = mark if mark == _mark(name, state) else None, state
-        return state
+    def _of_defaults(self) -> States:
+        """Return the states of the default generators of the host; numpy's only if it is loaded."""
+        marks = self._marks_now()
+        if marks != self._marks:
+            known = self._marks.items()
+            for name, mark in marks.items():
+                if (name, mark) not in known:
+                    self._last = {**self._last, name: _state_of(self._generator(name))}
+            # If another thread has used a generator since, its mark does not belong to its state.
+            self._marks = dict(marks.items() & self._marks_now().items())
+        return self._last
+
+    def _marks_now(self) -> dict[str, object]:
+        """Return a mark for each default generator of the host, which changes at each use.
+
+        To read all states takes 36 us. The mark of a Mersenne twister is its place among its 624
+        numbers, and the numbers next to the place, which are others after 624 draws. Where a use
+        may change no bits, a new object is the mark: the generators of numpy and Python may hold a
+        normal number in reserve.
+        """
+        state = torch.default_generator.get_state()
+        marks: dict[str, object] = {_HOST: ctypes.string_at(state.data_ptr(), state.nbytes)}
+        has_bits = _OFFSET and _PYTHONS.gauss_next is None
+        begin = id(_PYTHONS) + _OFFSET
+        marks["python"] = ctypes.string_at(begin, _MARK_BYTES) if has_bits else object()
+        numpy: Any = sys.modules.get("numpy.random")
+        if numpy is not None:
+            bits = numpy.get_bit_generator()
+            # numpy.random.set_bit_generator may have put another kind in place of the Mersenne
+            # twister. RandomState draws normal numbers in pairs: "has_gauss" is the reserve.
+            reserve = self._last.get("numpy", {}).get("has_gauss")
+            has_bits = type(bits).__name__ == "MT19937" and not reserve
+            end = bits.ctypes.state_address + _STATE_BYTES
+            mark = ctypes.string_at(end - _MARK_BYTES, _MARK_BYTES) if has_bits else object()
+            marks["numpy"] = mark
+        return marks
 
     def write(self, states: Mapping[str, Any]) -> None:
         """Set the states that ``read`` returned, except those of devices that are not here."""
@@ -112,49 +142,13 @@ class PassGenerators:
         self._device.set_generator_states(torchs)
 
 
-def _mark(name: str, state: Any) -> bytes | None:
-    """Return bytes that change at each use of a generator after a state; None if there are none.
-
-    Numpy's generator may hold a normal number in reserve, whose use changes none of its bits.
-    """
-    # RandomState draws normal numbers in pairs: "has_gauss" says that one is in reserve.
-    reserve = name == "numpy" and state and state.get("has_gauss")
-    return None if reserve or name not in _MARKS else _MARKS[name]()
-
-
 _STATE_BYTES = 625 * 4
-"""Bytes of the Mersenne twister in Python and numpy: 624 numbers, and the place among them."""
+"""Bytes of a Mersenne twister: in Python the place and 624 numbers, in numpy the place is last."""
+
+_MARK_BYTES = 8 * 4
+"""Bytes of the place and seven numbers."""
 
 _PYTHONS: Any = random.random.__self__  # type: ignore[attr-defined]
-
-
-def _torchs_mark() -> bytes:
-    state = torch.default_generator.get_state()
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
-
-
-def _pythons_mark() -> bytes | None:
-    """Return the bits of Python's generator; None if it has a normal number in reserve.
-
-    The use of that number changes no bits.
-    """
-    if _OFFSET and _PYTHONS.gauss_next is None:
-        return ctypes.string_at(id(_PYTHONS) + _OFFSET, _STATE_BYTES)
-    return None
-
-
-def _numpys_mark() -> bytes | None:
-    """Return the bits of numpy's generator; empty if numpy is not loaded."""
-    if (numpy := sys.modules.get("numpy.random")) is None:
-        return b""
-    bits = numpy.get_bit_generator()
-    # numpy.random.set_bit_generator may have put another kind in place of the Mersenne twister.
-    if type(bits).__name__ != "MT19937":
-        return None
-    return ctypes.string_at(bits.ctypes.state_address, _STATE_BYTES)
-
-
-_MARKS = {_HOST: _torchs_mark, "python": _pythons_mark, "numpy": _numpys_mark}
 
 
 def _offset_of_state() -> int:
@@ -215,6 +209,8 @@ def _set(generator: Any, state: Any) -> None:
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of the generators in both mappings whose states differ."""
+    if before is after:
+        return frozenset()
     # An unused generator gives the same object again, so `is` settles most of them.
     return frozenset(
         name

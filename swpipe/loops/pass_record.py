@@ -2,13 +2,15 @@
 
     pull                1   2   3   4   5   6   7   8
     handed out                              ^
-    kept to resume              [ 3   4   5   6 ]
+    a state                     2                          place: the number of pulls before it
+    kept to resume              [ 3   4   5   6 ]          pulled again from there, and compared
     contents compared                   body: 6   7   8    ahead of the body
 
 An entry is made at the end of a pull. Until the body has ended with its batch, the contents of the
 batch are compared: nobody may write them before, and no later pull may make a batch in their
 memory. Afterwards the entry leads a resumed loop back to this place in the pass, together with the
-entries around it, until no state can need it any more.
+entries around it, until no state can need it any more. A loader with a state of its own is asked
+for it now and then; of any other loader, each number of pulls is a place.
 
 The pass calls all methods under its lock, but for those that say otherwise.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -29,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 from swpipe.core.loaders import SEQUENCES, are_same
-from swpipe.loops.batch_memory import Contents, has_checksums
+from swpipe.loops.batch_memory import Contents
 from swpipe.loops.pass_generators import States, changed
 from swpipe.loops.pulled_loader import PulledLoader
 
@@ -47,16 +49,13 @@ class Pull:
 
     Attributes:
         contents: The contents of the batch as it was pulled.
-        loader: The loader's own state before the pull; None if it has none, or was not asked.
-        before: The states of the loader's generators before the pull; None if ``loader`` was read
-            after the pull.
+        before: The states of the loader's generators before the pull.
         after: The states of the loader's generators after the pull.
         batch: The batch, until it is given to the pipeline, or as long as it may be given again.
     """
 
     contents: Contents
-    loader: Any
-    before: States | None
+    before: States
     after: States = field(default_factory=dict)
     batch: Any = None
 
@@ -75,17 +74,16 @@ class PassRecord:
         self._compared = max(_COMPARED, of.workers)  # at least one batch of each worker
         self._pulls: dict[int, Pull] = {}  # by the number of the pull in the pass, from 1
         self._last = 0  # the number of the last pull
-        self._of_body: list[Contents] = []
-        self._in_use: list[Contents] = []  # the contents in use when the last pull began
-        self._state: Any = None  # the loader's state before the next pull, if it was asked
-        # The checksums that a resumed pass still has to find, by the number of the batch.
-        self._coming: dict[int, Sequence[int]] = {}
+        # The contents that nobody may write: of the pulls that the body has, or will have.
+        self._in_use: dict[int, Contents] = {}
         # A function for each part that was dropped and modified: whether all references are gone.
         self._gone: list[Callable[[], bool]] = []
-        # The generators before and after the loader's iterator was made, and the loader's state.
+        # The generators before and after the loader's iterator was made, and the loader's states:
+        # at the beginning of the pass, and by the place to which they lead.
         self._at_start: States = {}
         self._begun: States = {}
         self._loader_at_start: Any = None
+        self._states: dict[int, Any] = {}
 
     # ------------------------------------------------------------------ the beginning of a pass
 
@@ -97,22 +95,36 @@ class PassRecord:
         batches: Iterator[Any] = iter(of.loader)
         # A loader of another kind than torch's may have no state before its first batch.
         if isinstance(of.loader, DataLoader):
-            self._state = self.ask()
-        self._loader_at_start = self._state
+            self._loader_at_start = self.ask()
+            self._states[0] = self._loader_at_start
         self._begun = of.generators.read()
         return batches
 
-    def begin_again(self, pulls: list[Pull], saved: Mapping[str, Any]) -> None:
-        """Go on after pulls that were made again, up to the place where a state was saved."""
+    def begin_again(self, pulls: list[Pull], loader: Any, saved: Mapping[str, Any]) -> None:
+        """Go on after pulls that were made again, up to the place where a state was saved.
+
+        Args:
+            pulls: The pulls.
+            loader: The loader's state before them; None if it has none.
+            saved: The state.
+        """
+        of = self._of
         handed_out = saved["batches"]
         self._at_start = saved["at_start"]
         self._loader_at_start = saved["loader_at_start"]
         self._last = handed_out
+        self._states = {handed_out - len(pulls): loader}
+        if pulls or isinstance(of.loader, DataLoader):
+            self._states[handed_out] = self.ask()
+        # The generators as a running loop would have them: the loader's after its last pull, and
+        # all others at the save.
+        after = {**saved["generators"], **(saved["after_pull"] or {})}
+        of.generators.write(after)
+        self._begun = of.generators.read()
+        # The last pull is that of the batch handed out last: a save may follow at once.
+        pulls = pulls or [Pull(Contents(None), {})]
+        pulls[-1].after = after
         self._pulls = dict(enumerate(pulls, handed_out - len(pulls) + 1))
-        self._coming = dict(enumerate(saved["coming"], handed_out + 1))
-        if saved["again"] or isinstance(self._of.loader, DataLoader):
-            self._state = self.ask()
-        self._begun = self._of.generators.read()
 
     def undo(self) -> None:
         """Set the draws back of a pass that has begun without any pull."""
@@ -127,30 +139,10 @@ class PassRecord:
 
     # ------------------------------------------------------------------------------- a pull
 
-    def begin_pull(self, handed_out: int) -> None:
-        """Note the batches in use when a pull begins: the pull must not write them.
-
-        They are noted at the beginning because the body may be done with them at the end.
-        """
-        if self._of.data is not None:
-            ahead = [pull.contents for pull in self._ahead(handed_out)]
-            self._in_use = self._of_body + ahead
-
-    def check_coming(self, number: int, batch: Any) -> None:
-        """Raise an error if a batch is not as it was when the state was saved.
-
-        Raises:
-            ValueError: The batch differs.
-        """
-        saved = self._coming.pop(number, None)
-        if saved is not None and not has_checksums(batch, saved):
-            raise ValueError(
-                f"batch {number} of the pass is not what it was when the state was saved. Tasks "
-                "that ran ahead, or other code, have changed it in place, and the loader "
-                f"({type(self._of.loader).__name__}) gives it again; or the loader gives others. "
-                "Let the tasks make new values, resume with the data as it was; or, if other "
-                "batches do not matter, say load_state_dict(state, check=False)"
-            )
+    @property
+    def in_use(self) -> list[Contents]:
+        """The contents in use now; a pull that begins now must not write them."""
+        return [*self._in_use.values()]
 
     def entry(self, number: int, batch: Any, before: States) -> Pull:
         """Return the entry of a pull that has just ended. Called without the lock.
@@ -160,34 +152,37 @@ class PassRecord:
             batch: Its batch.
             before: The states of the loader's generators before the pull.
         """
-        contents = Contents(batch, containers=self._may_come_again)
-        pull = Pull(contents, self._state, before, batch=batch)
-        self._state = None
-        # The loader's first state is read after its first pull: it may have none before.
-        if self._of.has_state and not self._pulls and pull.loader is None:
-            pull.loader = self.ask()
-            pull.before = None
-        elif number % _ASKED == 0:
-            self._state = self.ask()
-        return pull
+        if number % _ASKED == 0 or not self._states:
+            self._states[number] = self.ask()
+        return Pull(Contents(batch, containers=self._may_come_again), before, batch=batch)
 
-    def add(self, number: int, pull: Pull, handed_out: int) -> None:
+    def add(self, number: int, pull: Pull, in_use: list[Contents], handed_out: int) -> None:
         """Add a pull.
+
+        Args:
+            number: The number of the pull in the pass, from 1.
+            pull: The pull.
+            in_use: What was in use when the pull began: the body may be done with it by now.
+            handed_out: The number of the batch handed out last.
 
         Raises:
             RuntimeError: The batch is in memory of an earlier batch that is still in use.
         """
-        if any(earlier.is_used_again_by(pull.contents) for earlier in self._in_use):
-            raise RuntimeError(
-                "the loader has made a batch in the memory of an earlier one, which was "
-                "pulled ahead and is still in use: let it make a new tensor for each batch"
-            )
+        if self._of.data is not None:
+            if any(earlier.is_used_again_by(pull.contents) for earlier in in_use):
+                raise RuntimeError(
+                    f"the loader ({type(self._of.loader).__name__}) has made batch {number} of the "
+                    "pass in the memory of an earlier one, which was pulled ahead and is still in "
+                    "use: let it make a new tensor for each batch, or use more buffers in turn"
+                )
+            self._in_use[number] = pull.contents
         self._pulls[number] = pull
         self._last = number
-        # Entries that no state can need any more go, so that their number stays bounded.
+        # What no saved state can need any more goes, so that it stays bounded.
         if number % _ASKED == 0:
-            first = self._first(handed_out)
-            self._pulls = {n: entry for n, entry in self._pulls.items() if n >= first}
+            place = self._place(handed_out)
+            self._pulls = {n: entry for n, entry in self._pulls.items() if n >= place}
+            self._states = {n: state for n, state in self._states.items() if n >= place}
 
     def give(self, number: int) -> Any:
         """Return a batch, to be given to the pipeline."""
@@ -205,10 +200,10 @@ class PassRecord:
         made_here = self._of.data is not None
         if made_here and pull is not None and not pull.contents.are_those_of(batch):
             raise RuntimeError(
-                "a batch that was pulled ahead is not any more what the loader made: its memory "
-                "was written, or its parts replaced, before the loop came to it. Let the loader "
-                f"({type(self._of.loader).__name__}) make new tensors, arrays and containers for "
-                "each batch, and write none of them after it has handed it out"
+                f"batch {number} of the pass was pulled ahead and is not any more what the loader "
+                "made: its memory was written, or its parts replaced, before the loop came to it. "
+                f"Let the loader ({type(self._of.loader).__name__}) make new tensors, arrays and "
+                "containers for each batch, and write none of them after it has handed it out"
             )
 
     def begin_body(self, handed_out: int) -> None:
@@ -216,11 +211,10 @@ class PassRecord:
         pull = self._pulls.get(handed_out)
         if pull is not None:
             pull.release()
-            self._of_body = [pull.contents]
 
-    def end_body(self) -> None:
+    def end_body(self, handed_out: int) -> None:
         """Note that the body has ended, and with it the use of its batch."""
-        self._of_body = []
+        self._in_use.pop(handed_out, None)
 
     def is_that_of(self, batches: list[Any], handed_out: int) -> bool:
         """Return whether a list still has the batches that were pulled ahead."""
@@ -236,8 +230,7 @@ class PassRecord:
 
     def release(self) -> None:
         """Drop all batches, and keep what leads back to them."""
-        self._of_body = []
-        self._in_use = []
+        self._in_use.clear()
         for pull in self._pulls.values():
             pull.release()
 
@@ -261,10 +254,10 @@ class PassRecord:
 
     # ------------------------------------------------------------------------- what a state has
 
-    def up_to(self, handed_out: int) -> list[Pull]:
-        """Return the pulls that lead to the batch handed out last, and are compared."""
-        first = self._first(handed_out)
-        return [pull for number, pull in self._pulls.items() if first <= number <= handed_out]
+    def after(self, handed_out: int) -> States:
+        """Return the states of the generators after the pull of the batch handed out last."""
+        pull = self._pulls.get(handed_out)
+        return {} if pull is None else pull.after
 
     def state_dict(self, handed_out: int, *, check: bool) -> dict[str, Any]:
         """Return the part of a state that leads back to the batch handed out last.
@@ -273,47 +266,30 @@ class PassRecord:
             handed_out: The number of that batch.
             check: Whether to add the checksums that let a resumed loop refuse different batches.
         """
-        pulls = self.up_to(handed_out)
+        place = self._place(handed_out)
+        pulls = [pull for number, pull in self._pulls.items() if place < number <= handed_out]
         # The batches of a list, tuple or range may differ.
         checked = check and type(self._of.loader) not in SEQUENCES
         return {
             "at_start": self._at_start,
-            "loader": pulls[0].loader if pulls else self._loader_at_start,
+            "loader": self._states.get(place),
             "loader_at_start": self._loader_at_start,
-            "again": [
-                (pull.before, pull.contents.checksum if checked else None)
-                for pull in pulls
-                if pull.before is not None
-            ],
-            "coming": self._checksums_ahead(handed_out) if check else [],
+            "again": [(pull.before, pull.contents.checksum if checked else None) for pull in pulls],
         }
-
-    def _checksums_ahead(self, handed_out: int) -> list[list[int]]:
-        """Return the checksums, as pulled, of the batches after the one that was handed out last.
-
-        Of a list or tuple, these are all batches that may be pulled before the pass is left: tasks
-        change a batch only after its pull was added, which waits for the lock.
-        """
-        contents = [pull.contents for pull in self._ahead(handed_out)]
-        if type(self._of.loader) in (list, tuple):
-            rest = self._of.loader[handed_out + len(contents) : handed_out + self._of.most]
-            contents += map(Contents, rest)
-        return [batch.checksums for batch in contents]
 
     def _ahead(self, handed_out: int) -> list[Pull]:
         """Return the pulls after the batch that was handed out last."""
         return [self._pulls[number] for number in range(handed_out + 1, self._last + 1)]
 
-    def _first(self, handed_out: int) -> int:
-        """Return the latest pull that leaves enough batches to compare.
-
-        If the loader has a state, it must be known before that pull.
-        """
-        first = handed_out - self._compared + 1
+    def _place(self, handed_out: int) -> int:
+        """Return the latest place that leaves enough batches to compare."""
+        place = max(0, handed_out - self._compared)
         if not self._of.has_state:
-            return first
-        known = [number for number, pull in self._pulls.items() if pull.loader is not None]
-        return max((place for place in known if place <= first), default=min(known, default=0))
+            return place
+        # copy() is atomic: the thread that pulls adds a state without the lock.
+        known = [number for number in self._states.copy() if number <= handed_out]
+        enough = [number for number in known if number <= place]
+        return max(enough) if enough else min(known, default=handed_out)
 
 
 def _gone(part: Any) -> Callable[[], bool]:

@@ -12,22 +12,19 @@ is tried first. If it leads to other batches, the pass is begun again, as for a 
 state. If that leads to other batches, too, resuming is refused. ``pass_record`` has what a state
 needs for this.
 
-The later batches were pulled ahead, and tasks may have changed them in place. A list gives them
-again as they are now: each must be as it was when the loop's state was saved. A difference in
-batches that had not been pulled by then is not detected.
+A difference in later batches is not detected: a list that has been changed gives them as they are.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from swpipe.errors import add_note
 from swpipe.loops.batch_memory import Contents
 from swpipe.loops.pass_record import PassRecord, Pull
 from swpipe.loops.pulled_loader import PulledLoader
@@ -48,24 +45,20 @@ def begun_again(of: PulledLoader, record: PassRecord, saved: Mapping[str, Any]) 
     if not of.has_state:
         if of.goes_on and handed_out:
             raise ValueError(
-                f"the loader is an iterator ({type(of.loader).__name__}), which cannot be "
-                "begun again: give a DataLoader or another object that makes a new iterator"
+                f"{handed_out} batches of the pass were handed out before the state was saved, and "
+                f"the loader is an iterator ({type(of.loader).__name__}), which cannot be begun "
+                "again to skip them: give a DataLoader or another object that makes a new iterator"
             )
         _check_length(of.length, handed_out)
-    # The compared batches are pulled here; afterwards the generators are set as a running loop
-    # would have them: the loader's generators after the last pull, and all others at the save.
-    batches, pulls = _led_back(of, saved)
-    after = {**saved["generators"], **(saved["after_pull"] or {})}
-    of.generators.write(after)
-    pulls = pulls or [Pull(Contents(None), saved["loader"], None)]
-    # The last pull is that of the batch handed out last: a save may follow at once.
-    pulls[-1].after = after
-    record.begin_again(pulls, saved)
+    batches, pulls, loader = _led_back(of, record, saved)
+    record.begin_again(pulls, loader, saved)
     return batches
 
 
-def _led_back(of: PulledLoader, saved: Mapping[str, Any]) -> tuple[Iterator[Any], list[Pull]]:
-    """Return the rest of a pass, and the pulls of the compared batches, made again."""
+def _led_back(
+    of: PulledLoader, record: PassRecord, saved: Mapping[str, Any]
+) -> tuple[Iterator[Any], list[Pull], Any]:
+    """Return the rest of a pass, the compared pulls made again, and the loader's state before."""
     loader = of.loader
     again = saved["again"]
     own = saved["loader"]
@@ -82,15 +75,16 @@ def _led_back(of: PulledLoader, saved: Mapping[str, Any]) -> tuple[Iterator[Any]
         of.end_workers()
         of.generators.write(saved["at_start"])
         batches = iter(loader) if state is None else begun_at(loader, state)
-        with _of_state(loader, state):
-            # Skip the batches before the compared ones; a state leads behind them.
-            skipped = sum(1 for _ in islice(batches, number - len(again)))
-            pulls, same = _pulled_again(of, batches, saved)
+        # Skip the batches before the compared ones; a state leads behind them.
+        skipped = sum(1 for _ in islice(batches, number - len(again)))
+        # The saved state may not have led here. Only torch's kind always tells its state.
+        here = record.ask() if own is not None and isinstance(of.inner, DataLoader) else own
+        pulls, same = _pulled_again(of, batches, saved)
         # Without a state, too few batches mean other data; with one, another beginning is tried.
         if own is None:
             _check_length(skipped + len(pulls), number)
         if same and len(pulls) == len(again):
-            return batches, pulls
+            return batches, pulls, here
     kind = type(loader).__name__
     what = f"the loader ({kind}), begun again, does not give"
     raise ValueError(
@@ -98,9 +92,8 @@ def _led_back(of: PulledLoader, saved: Mapping[str, Any]) -> tuple[Iterator[Any]
         f"batches that were handed out last, up to batch {saved['batches']} of the pass: what "
         "decides which come is in no state, such as a random generator that swpipe does not know, "
         "or rows that a dataset or collate_fn keeps; or it is not as it was. Resume with the same "
-        "data, seeds and epoch (set_epoch); let "
-        "samplers and the dataset have their generators as attributes; or, if other "
-        "batches do not matter, say load_state_dict(state, check=False)"
+        "data, seeds and epoch (set_epoch); let samplers and the dataset have their generators as "
+        "attributes; or, if other batches do not matter, load_state_dict(state, check=False)"
     )
 
 
@@ -108,16 +101,13 @@ def _pulled_again(
     of: PulledLoader, batches: Iterator[Any], saved: Mapping[str, Any]
 ) -> tuple[list[Pull], bool]:
     """Make the compared pulls again, and return them and whether all batches are the same."""
-    own = saved["loader"]
     same = True
     pulls = list[Pull]()
-    asked = own is not None and isinstance(of.inner, DataLoader)
     # Each pull starts from the generators that it had in the saved run: bodies drew in between.
     for before, checksum in saved["again"]:
-        state = copy.deepcopy(of.loader.state_dict()) if asked else own
         of.generators.write(before)
         for batch in islice(batches, 1):
-            pull = Pull(Contents(batch), state, before)
+            pull = Pull(Contents(batch), before)
             same = same and checksum in (None, pull.contents.checksum)
             pulls.append(pull)
     return pulls, same
@@ -142,23 +132,13 @@ def _beginnings(of: PulledLoader, saved: Mapping[str, Any]) -> Iterator[tuple[An
 
 def begun_at(loader: Any, state: Any) -> Iterator[Any]:
     """Return the iterator of a loader with a state of its own, begun at that state."""
-    with _of_state(loader, state):
+    try:
         loader.load_state_dict(state)
         return iter(loader)
-
-
-@contextmanager
-def _of_state(loader: Any, state: Any) -> Iterator[None]:
-    """Report an exception of the loader within the block as one of its state, if there is one."""
-    try:
-        yield
     except Exception as error:
-        if state is None:
-            raise
-        raise ValueError(
-            f"the loader ({type(loader).__name__}) does not take the state that was saved of it: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        kind = type(loader).__name__
+        add_note(error, f"swpipe: raised by the loader ({kind}) when it was given its saved state")
+        raise
 
 
 def _check_length(length: float, handed_out: int) -> None:

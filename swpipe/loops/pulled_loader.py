@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, defau
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from swpipe._values.stateful import has_state_dict
+from swpipe.accelerate_check import is_prepared
 from swpipe.core.loaders import SEQUENCES, unprepared
-from swpipe.loops.accelerate import AccelerateLoader, is_prepared
+from swpipe.loops.accelerate import AccelerateLoader
 from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.loader_data import LoaderData
 from swpipe.loops.pass_generators import PassGenerators
@@ -30,7 +30,6 @@ class PulledLoader:
         generators: The random generators whose states are saved and compared.
         draws: The record of who uses these generators.
         ahead: Whether batches are pulled while earlier batches are in use.
-        most: The maximum number of these batches; 0 if there are none.
         data: The loader's data, if code of the loader makes batches in this process while the body
             runs; else None.
         times: The times of the pulls, if batches are pulled beside the body; else None.
@@ -40,7 +39,6 @@ class PulledLoader:
     generators: PassGenerators
     draws: LoaderDraws
     ahead: bool
-    most: int = 0
     data: LoaderData | None = None
     times: PullTimes | None = None
 
@@ -142,19 +140,3 @@ class PulledLoader:
 def torchs(loader: Any) -> Any:
     """Return the loader inside the wrappers of Accelerate and swpipe."""
     return unprepared(loader.prepared if isinstance(loader, AccelerateLoader) else loader)
-
-
-def with_state(loader: Any) -> Any:
-    """Return the loader, or a ``StatefulLoader`` of it if its iterators have ``get_state``."""
-    if has_state_dict(loader):
-        return loader
-    # grain is not imported here: without it loaded, no loader can be one of grain's.
-    grain = sys.modules.get("grain")
-    makes = tuple(getattr(grain, name, ()) for name in ("IterDataset", "DataLoader"))
-    methods = ("get_state", "set_state")
-    has_methods = all(callable(getattr(type(loader), name, None)) for name in methods)
-    if has_methods or isinstance(loader, makes):
-        from swpipe.loops.stateful_loader import StatefulLoader
-
-        return StatefulLoader(loader)
-    return loader

@@ -24,9 +24,8 @@ from swpipe.loops.batch_memory import parts_of
 
 _PLAIN = (Tensor, Parameter)
 
-
-_PULL = "pull"
-_BODY = "body"
+Uses = list[tuple[weakref.ref[Tensor], int]]
+"""Tensors that were used, and their versions then."""
 
 
 class PulledTensors(TorchFunctionMode):
@@ -40,33 +39,36 @@ class PulledTensors(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._watched = ""  # what is watched now, a pull or a body; empty for neither
-        # The tensors that pulls have used, and their versions after the last pull, by id.
-        self._used: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        # Tensors that pulls have written, that are in no batch and still exist, by storage.
-        self._written: dict[int, weakref.ref[Tensor]] = {}
-        self._used_by_body = ""
+        self._watches = False  # whether a pull or a body is watched now
+        self._noted: Uses = []  # what it has used so far
+        # The tensors that pulls have used, with their versions after the last pull, and the
+        # storages of those that pulls have written. All exist, and are in no batch.
+        self._used: Uses = []
+        self._written = set[int]()
 
     def begin_pull(self) -> None:
         """Watch a pull, which is made within the block."""
-        self._watched = _PULL
+        self._watches = True
 
     def end_pull(self, batch: Any) -> None:
         """Keep the tensors of the pulls that still exist and are not in the last batch."""
-        self._watched = ""
+        self._watches = False
         # Tensors of the batch belong to the body, which may use and change them.
         own = {_storage(buffer) for buffer in parts_of(batch)[0] if type(buffer) in _PLAIN}
-        alive = [reference() for reference, _ in self._used.values()]
-        used = [tensor for tensor in alive if tensor is not None and _storage(tensor) not in own]
-        self._used = {id(tensor): (weakref.ref(tensor), tensor._version) for tensor in used}
-        storages = {*map(_storage, used)}
-        written = self._written.items()
-        self._written = {key: tensor for key, tensor in written if key in storages}
+        alive = {id(tensor): tensor for tensor, _ in _alive(self._used + self._noted)}
+        used = [tensor for tensor in alive.values() if _storage(tensor) not in own]
+        # Nothing but the pull ran since a tensor was noted. Tensor._version counts in-place writes;
+        # torch has no public name for it.
+        noted = _alive(self._noted)
+        written = {_storage(tensor) for tensor, version in noted if tensor._version != version}
+        self._written = (self._written | written) & {*map(_storage, used)}
+        self._used = [(weakref.ref(tensor), tensor._version) for tensor in used]
+        self._noted = []
 
     def begin_body(self) -> None:
         """Watch the body, if pulls have written a tensor that it could use."""
-        if self._written and not self._watched:
-            self._watched = _BODY
+        if self._written and not self._watches:
+            self._watches = True
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def end_body(self) -> str:
@@ -74,22 +76,22 @@ class PulledTensors(TorchFunctionMode):
 
         Under a mode that the body has left in place, this one stays, and does nothing.
         """
-        if self._watched:
-            self._watched = ""
+        if self._watches:
+            self._watches = False
             # Modes form a stack, and only the top one can be removed. The two functions of torch._C
             # are private (torch 2.13): torch.overrides has no public way to look at the top.
             depth = torch._C._len_torch_function_stack()
             if depth and torch._C._get_function_stack_at(depth - 1) is self:
                 self.__exit__(None, None, None)
-        used = self._used_by_body
-        self._used_by_body = ""
-        return used
+        # By storage, since the body may use another view of the memory that was written.
+        used = [tensor for tensor, _ in _alive(self._noted) if _storage(tensor) in self._written]
+        self._noted = []
+        return _described(used[0]) if used else ""
 
     def changed(self) -> str:
         """Return a description of a tensor that was changed since the last pull; empty for none."""
-        for reference, version in self._used.values():
-            tensor = reference()
-            if tensor is not None and tensor._version != version:
+        for tensor, version in _alive(self._used):
+            if tensor._version != version:
                 return f"a tensor that the loader reads ({_described(tensor)})"
         return ""
 
@@ -97,22 +99,16 @@ class PulledTensors(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [*_tensors_in((*args, *kwargs.values()))] if self._watched else []
-        # Tensor._version counts in-place writes; torch has no public name for it.
-        before = [tensor._version for tensor in tensors]
-        result = func(*args, **kwargs)
-        for tensor, version in zip(tensors, before, strict=True):
-            if self._watched == _PULL:
-                self._used[id(tensor)] = weakref.ref(tensor), version
-                if tensor._version != version:
-                    self._written[_storage(tensor)] = weakref.ref(tensor)
-                continue
-            # By storage, since the body may use another view of the memory that was written.
-            reference = self._written.get(_storage(tensor))
-            written = None if reference is None else reference()
-            if written is not None:
-                self._used_by_body = _described(written)
-        return result
+        if self._watches:
+            tensors = _tensors_in((*args, *kwargs.values()))
+            self._noted += [(weakref.ref(tensor), tensor._version) for tensor in tensors]
+        return func(*args, **kwargs)
+
+
+def _alive(uses: Uses) -> list[tuple[Tensor, int]]:
+    """Return the tensors that still exist, with the versions noted."""
+    pairs = [(reference(), version) for reference, version in uses]
+    return [(tensor, version) for tensor, version in pairs if tensor is not None]
 
 
 def _tensors_in(args: Iterable[Any]) -> Iterator[Tensor]:

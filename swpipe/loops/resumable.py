@@ -23,16 +23,16 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from swpipe.core.loaders import LoaderAround
+from swpipe.core.loaders import LoaderAround, draws_nothing
 from swpipe.core.messages import shown
 from swpipe.device import Device, resolve
 from swpipe.inference.early_changes import early_changes
 from swpipe.loops.accelerate import AccelerateLoader
 from swpipe.loops.draws import LoaderDraws
-from swpipe.loops.loader_pass import BEGUN, ENDED, LEFT, RUNNING, LoaderPass
+from swpipe.loops.loader_pass import LoaderPass
 from swpipe.loops.pass_generators import PassGenerators, names_in_words
 from swpipe.loops.place_in_pass import begun_at
-from swpipe.loops.pulled_loader import PulledLoader, torchs, with_state
+from swpipe.loops.pulled_loader import PulledLoader, torchs
 from swpipe.loops.saved_state import NEW_PASS, OF_PLACE, complete, why_not_loaded
 from swpipe.pipeline import SWPipeline, in_flight_of_others, settle
 
@@ -96,7 +96,7 @@ class ResumableLoop(Generic[Out]):
                 f"ResumableLoop takes a pipeline and its loader, and {shown(pipe)} is no pipeline"
             )
         self.pipe = pipe
-        self._loader = loader = with_state(loader)
+        self._loader: Any = loader
         if isinstance(loader, AccelerateLoader):
             loader.in_loop = True
         where = resolve(getattr(pipe, "device", None) if device is None else device)
@@ -111,7 +111,9 @@ class ResumableLoop(Generic[Out]):
         # A pipeline of depth 1 pulls nothing ahead, so all draws have the order of a plain loop.
         pipe = self.pipe
         ahead = not isinstance(pipe, SWPipeline) or pipe.plan.depth > 1
-        draws = LoaderDraws(generators, generators.own if ahead else (), declared=True)
+        own = generators.own if ahead else ()
+        known = draws_nothing(torchs(self._loader))
+        draws = LoaderDraws(generators, own, declared=True, known=known)
         return PulledLoader(self._loader, generators, draws, ahead)
 
     # ------------------------------------------------------------------------------ states
@@ -147,8 +149,8 @@ class ResumableLoop(Generic[Out]):
         if rest is None and self._pass is not None and self._pass.is_left:
             raise RuntimeError(
                 "the last pass was left early, and a state could lead to the rest of it or to a "
-                "new pass: save in the body of the loop, before you leave it, or say which by "
-                "state_dict(rest=True) or state_dict(rest=False)"
+                "new pass: save in the body of the loop, before you leave it; or save by "
+                "state_dict(rest=True) for the rest, or state_dict(rest=False) for a new pass"
             )
         if check:
             self._check_tasks()
@@ -168,7 +170,7 @@ class ResumableLoop(Generic[Out]):
         if current is None or (current.is_left and not rest):
             return self._between_passes(check)
         # A pass that was left in the body of its last batch has a rest, if an empty one.
-        if not (rest and current.life == LEFT and current.ended):
+        if not (rest and current.left and current.ended):
             if others := self._others_in_flight(current):
                 raise RuntimeError(
                     f"iterations are in flight ({others}) that are not of this loop: finish their "
@@ -186,6 +188,7 @@ class ResumableLoop(Generic[Out]):
 
     def _check_place(self, current: LoaderPass, check: bool) -> None:
         """Raise an error in mid-pass if no state leads back to the same batches and draws."""
+        current.compare_draws()
         if shared := current.drawn_by_others():
             raise RuntimeError(
                 "the loader and something else, a task or the body of the loop, draw from "
@@ -197,9 +200,10 @@ class ResumableLoop(Generic[Out]):
             raise RuntimeError(
                 f"the loader ({type(self._loader).__name__}) is neither a sequence nor torch's "
                 "DataLoader over a map-style dataset, and does not say where it is in its pass: "
-                "give it state_dict and load_state_dict, as torchdata's StatefulDataLoader has; or "
-                "save between two passes; or, if it gives the same batches whenever it is begun, "
-                "by state_dict(check=False)"
+                "give it state_dict and load_state_dict; or, if its iterators have a state, as "
+                "grain's have, put a swpipe.loops.StatefulLoader around it; or save between two "
+                "passes; or, if it gives the same batches whenever it is begun, by "
+                "state_dict(check=False)"
             )
         if check:
             self._check_loader(live=current.had_live_workers)
@@ -295,8 +299,7 @@ class ResumableLoop(Generic[Out]):
         # A pass had begun, if only by iter(loop): after_pull is None only between passes.
         if state["batches"] or state["after_pull"] is not None:
             again = state["again"] if check else [(before, None) for before, _ in state["again"]]
-            coming = state["coming"] if check else []
-            self._loaded = {**state, "again": again, "coming": coming}
+            self._loaded = {**state, "again": again}
         elif state["loader"] is not None:
             begun_at(of.loader, state["loader"])
         # Last, because begun_at() may draw from the generators.
@@ -329,7 +332,7 @@ class ResumableLoop(Generic[Out]):
     def _running(self) -> LoaderPass | None:
         """The pass that is under way, or None."""
         current = self._pass
-        return current if current is not None and current.life == RUNNING else None
+        return current if current is not None and current.running else None
 
     def _begun(self) -> LoaderPass:
         """Begin the next pass: from a loaded state, the rest of a pass that was left, or anew."""
@@ -349,7 +352,7 @@ class ResumableLoop(Generic[Out]):
                 self._check_lost(current)
                 current.await_pull()
             current = LoaderPass(self._pulled)
-        current.life = BEGUN
+        current.left = False
         self._pass = current
         return current
 
@@ -361,7 +364,7 @@ class ResumableLoop(Generic[Out]):
             yield None  # type: ignore[misc]  # taken by __iter__
             self._refuse_running()
             current = current or self._begun()
-            current.life = RUNNING
+            current.running = True
             self._pass = current
             self._loaded = None
             runs = True
@@ -407,13 +410,13 @@ class ResumableLoop(Generic[Out]):
 
     def _end(self, current: LoaderPass, *, failed: bool) -> None:
         """End a pass that is over, or that was left."""
-        current.life = ENDED
+        current.running = False
         if isinstance(self._loader, AccelerateLoader | LoaderAround):
             self._loader.leave()
         complete = self._is_complete(current)
         dropped = False
         if not current.ended:
-            current.life = LEFT
+            current.left = True
             dropped = self._drop(current, failed=failed)
             if complete and self.counted:
                 current.end()
@@ -423,7 +426,7 @@ class ResumableLoop(Generic[Out]):
             warnings.warn(
                 f"the pass was left, and the loader has drawn ahead from {names_in_words(drawn)}, "
                 "from which the loop draws, too, or may: what is drawn from now on is not what a "
-                "plain loop draws. Of a loader that draws alone say draws=True",
+                "plain loop draws. If the loader alone draws, pass draws=True",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -481,8 +484,8 @@ class ResumableLoop(Generic[Out]):
                 "the last pass was left, and the loader's workers, which live on, have made "
                 "batches that were pulled ahead and dropped: what they draw or count would not be "
                 "that of a plain loop. Let each pass have new ones, by "
-                "DataLoader(persistent_workers=False), or say by draws=False that they draw and "
-                "count nothing"
+                "DataLoader(persistent_workers=False); or, if they draw and count nothing, pass "
+                "draws=False"
             )
 
     def _forget(self, current: LoaderPass) -> None:

@@ -14,11 +14,10 @@ from swpipe.core.messages import counted, listed, shown
 from swpipe.loops.pass_generators import is_default
 from swpipe.loops.pulled_loader import PulledLoader
 
-VERSION = 4
+VERSION = 5
 
 NEW_PASS: Mapping[str, Any] = {
     "batches": 0,
-    "coming": [],
     "again": [],
     "after_pull": None,
     "loader_at_start": None,

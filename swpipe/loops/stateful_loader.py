@@ -1,8 +1,8 @@
 """An adapter that gives a ``state_dict`` to loaders whose iterators have a state.
 
 loader.state_dict, load_state_dict      torchdata and others, which need no adapter
-iterator.get_state, set_state           grain
-get(iterator), set(iterator, state)     anything else, by ``StatefulLoader``
+iterator.get_state, set_state           grain: ``StatefulLoader(loader)``
+get(iterator), set(iterator, state)     anything else, by two functions
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ def _set(iterator: Any, state: Any) -> None:
 class StatefulLoader:
     """A loader that can be resumed in mid-pass from a state of its iterator.
 
-    Loops do this by themselves for grain's datasets, loaders and iterators, and for any iterator
-    with ``get_state`` and ``set_state``.
+    Without functions, the iterators have ``get_state`` and ``set_state``, as grain's do.
 
     Args:
         loader: An iterable that makes a new iterator for each pass, or an iterator for one pass.

@@ -18,7 +18,6 @@ each in its own thread group; ``handed_over`` defines how they run.
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -27,13 +26,12 @@ import torch
 
 from swpipe.core.context import IterContext
 from swpipe.core.messages import listed, shown
-from swpipe.device import Device, copy_task, on_cpu, resolve
-from swpipe.loops.accelerate import is_prepared
-from swpipe.loops.ahead_loop import function_tasks
+from swpipe.device import Device, copy_task, resolve
+from swpipe.loops.ahead_loop import check_ahead, function_tasks
 from swpipe.loops.ahead_tasks import HAND_OVER
-from swpipe.loops.handed_over import Handed, HandOver
+from swpipe.loops.handed_over import HandOver
 from swpipe.loops.loader_pass import LoaderPass
-from swpipe.loops.overlapping import OverlappedLoop, loop_over
+from swpipe.loops.overlapping import OverlappedLoop, is_elsewhere, loop_over
 
 Result = TypeVar("Result")
 Function = Callable[[Any], Any]
@@ -75,10 +73,8 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
     _frames = 4
     _call = "through(loader, ..., draws=False)"
     _handed: HandOver
-    _kept: deque[Handed | None]  # results of the pass that was left; None for a lost batch
-    _left_pass: LoaderPass | None = None
+    _left_pass: LoaderPass | None = None  # the last pass that was left before its end
     _late: BaseException | None = None
-    _first = 0  # the iteration of the pass's first batch
 
     def __iter__(self) -> Iterator[Result]:  # type: ignore[override]
         """Begin a pass, as a ``for`` does, and return the iterator over its results.
@@ -97,42 +93,21 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
         return ctx.batch
 
     def _begin(self, current: LoaderPass) -> None:
+        # The function on the caller's thread has run on batches of which the body got no result.
+        if current is self._left_pass:
+            raise RuntimeError(
+                f"the last pass over this iterator ({type(self._loader).__name__}) was left, and "
+                "the results that were behind the loop's body were dropped: a loop that goes on "
+                "with the iterator would miss them. Give a loader that begins each pass anew, such "
+                "as a DataLoader, or take all results in one for"
+            )
         super()._begin(current)
-        # Kept results belong to the pass that was left; a new pass produces its own.
-        if current is not self._left_pass:
-            self._kept.clear()
         self._handed.begin()
-        self._first = self.pipe.next_iteration - current.handed_out
 
     def _next(self, current: LoaderPass) -> IterContext:
-        ctx = self._kept_result(current)
-        if ctx is None:
-            ctx = super()._next(current)
+        ctx = super()._next(current)
         self._handed.take(ctx.iter_idx)
         return ctx
-
-    def _kept_result(self, current: LoaderPass) -> IterContext | None:
-        """Return the next kept result of the pass that was left, or None if there is none."""
-        # The batches of kept results have been processed, so they are skipped in the iterator.
-        while self._kept:
-            handed = self._kept[0]
-            if handed is not None:
-                self._handed.handed[handed.ctx.iter_idx] = handed
-            # The result is in `handed` before it leaves `_kept`: an interrupt here loses nothing.
-            self._kept.popleft()
-            next(current.iterator)
-            self._set_number(self._first + current.handed_out + 1)
-            if handed is not None and not handed.lost:
-                self._handed.complete(handed)
-                ctx: IterContext = handed.ctx
-                return ctx
-            current.hand_out()
-        return None
-
-    def _set_number(self, number: int) -> None:
-        """Set the number of the pipeline's next iteration."""
-        state = self.pipe.state_dict(check=False)
-        self.pipe.load_state_dict({**state, "next_iteration": number})
 
     def _changed_early(self) -> bool:
         """Return False, since iterations that were handed over are completed and never repeated."""
@@ -144,20 +119,9 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
         try:
             self._handed.finish()
         finally:
-            number = self._first + current.handed_out
-            left = [handed for handed in self._handed.left if handed.ctx.iter_idx >= number]
-            # If the caller was interrupted while it waited for a result that is complete now, no
-            # batch is lost.
-            failed = failed and not (left and left[0].ctx.iter_idx == number)
             super()._end(current, failed=failed)
-        # An iterator does not give these batches again, so their results are kept.
-        if self._pulled.goes_on and not (current.ended or self.pipe.closed):
+        if not current.ended:
             self._left_pass = current
-            self._kept.extendleft(reversed(left))
-            if left and not failed and self._handed.interrupted:
-                self._kept.append(None)  # the batch that was being worked on is lost
-            # A failed iteration counts: the pass continues after it, as a plain loop would.
-            self._set_number(number + failed)
         late = self._handed.failure
         if late is not raised:
             self._late = late
@@ -176,7 +140,7 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
 
     def _place(self, rest: bool | None, check: bool) -> Mapping[str, Any]:
         # The caller's function has already changed its state for batches without a result.
-        if self._handed.handed or (self._kept and rest is not False):
+        if self._handed.handed or (rest and self._pass is self._left_pass):
             raise RuntimeError(
                 "results are behind the loop's body: the function on the caller's thread has run "
                 "on batches of which the body has no result, and a state saved here would lead to "
@@ -222,8 +186,8 @@ def through(
 
     An error is raised in place of its result, when the results before it were given. The end of a
     pass waits for all functions. A pass that is left early, by ``break``, an error or an interrupt,
-    waits until they have run on all that was handed over; a loader that is an iterator goes on with
-    these results in the next pass.
+    waits until they have run on all that was handed over, and drops these results: a loader that is
+    an iterator cannot be gone on with.
 
     Args:
         loader: As for ``ahead``.
@@ -260,14 +224,11 @@ def through(
     where = resolve(device)
     tasks = function_tasks(plain)
     leading = tasks[:place]
-    depth = ahead + lag + max([before, *behind_threads]) if type(ahead) is int else 0
-    if device is not None and not on_cpu(torch.device(where.name)):
-        leading.append(copy_task(where, buffers=max(depth, 1)))
-    # A task ahead works on one batch while the caller has another: two are in flight.
-    least = 2 if leading or is_prepared(loader) else 1
-    if type(ahead) is not int or ahead < least:
-        beside = " with functions before the caller, a device or a prepared loader"
-        raise ValueError(f"ahead is {shown(ahead)}: give {least} or more{beside * (least - 1)}")
+    copies = device is not None and is_elsewhere(where)
+    check_ahead("ahead", ahead, loader, tasks=bool(leading) or copies)
+    depth = ahead + lag + max([before, *behind_threads])
+    if copies:
+        leading.append(copy_task(where, buffers=depth))
     handed = HandOver(
         tasks[place] if marked else HAND_OVER,
         tasks[place + 1 :],
@@ -290,7 +251,6 @@ def through(
         check_effects=check_effects,
     )
     loop._handed = handed
-    loop._kept = deque()
     return loop
 
 

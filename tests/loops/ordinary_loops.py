@@ -49,11 +49,11 @@ def batches(rows: Dataset[Tensor] | None = None, **options: Any) -> DataLoader[T
     return DataLoader(rows or Rows(), **{"batch_size": 4, **options})
 
 
-def record_of(loader: Any, *, most: int = 0) -> PassRecord:
+def record_of(loader: Any) -> PassRecord:
     """Return the record of a pass over a loader, before its first pull."""
     generators = PassGenerators(loader, resolve("cpu"))
     draws = LoaderDraws(generators)
-    return PassRecord(PulledLoader(loader, generators, draws, ahead=True, most=most))
+    return PassRecord(PulledLoader(loader, generators, draws, ahead=True))
 
 
 class Training:

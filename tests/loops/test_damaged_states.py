@@ -110,5 +110,5 @@ def test_a_damaged_state_is_refused_in_words(name: str) -> None:
 def test_a_state_of_another_version_is_refused() -> None:
     """It is said which."""
     with made("a tuple") as loop:
-        with pytest.raises(ValueError, match="its version is 99, and this swpipe has 4"):
+        with pytest.raises(ValueError, match="its version is 99, and this swpipe has 5"):
             loop.load_state_dict(saved("a tuple")[0] | {"version": 99})

@@ -435,19 +435,19 @@ def test_a_window_in_which_either_may_have_drawn_is_an_error_when_both_have() ->
     generators = PassGenerators([1], resolve("cpu"))
     draws = LoaderDraws(generators)
     draws.begin()
-    draws.asked(0, pulling=False)
+    draws.asked(0, pulling=False, ahead=False)
     draws.before_pull(7, 5, alone=False)
     random.random()
     draws.after_pull(7, {}, alone=False)
     assert draws.in_turn
-    draws.asked(8, pulling=False)
+    draws.asked(8, pulling=False, ahead=False)
     random.random()
-    draws.asked(9, pulling=False)  # the body has; whether the loader had is not known
+    draws.asked(9, pulling=False, ahead=False)  # the body has; of the loader it is not known
     before = draws.before_pull(10, 9, alone=True)
     random.random()
     draws.after_pull(10, before, alone=True)
     with pytest.raises(RuntimeError, match="both draw from Python's.*batch 5 of the pass"):
-        draws.asked(10, pulling=False)
+        draws.asked(10, pulling=False, ahead=False)
 
 
 def test_torchs_own_lines_do_not_end_the_watch() -> None:

@@ -18,6 +18,7 @@ class Simulation:
         self.pace, self.batch, self.durations = pace, batch, durations
         self.now, self.idle = 0.0, workers
         self.running: list[tuple[float, int]] = []
+        self.arrived: list[int] = []
 
     def run(self) -> float:
         """Return the time at which all samples are trained."""
@@ -26,9 +27,11 @@ class Simulation:
             self.ask()
             taken = 0
             while taken < self.batch and not self.pace.done:
-                if self.pace.take() is None:
+                arrival = self.pace.take(self.arrived)
+                if arrival is None:
                     self.finish()
                 else:
+                    self.arrived.remove(arrival.number)
                     taken += 1
             trained = self.now + TRAIN_S
             while self.running and self.running[0][0] <= trained:
@@ -45,7 +48,7 @@ class Simulation:
     def finish(self) -> None:
         self.now, index = heapq.heappop(self.running)
         self.idle += 1
-        self.pace.arrive(index)
+        self.arrived.append(index)
         self.ask()
 
 
@@ -81,6 +84,7 @@ def test_completion_order_hands_out_what_is_there() -> None:
 def random_walk(pace: FeedPace, batch: int, samples: int, draw: random.Random) -> None:
     """Answer, lose and hand out in random order; checks that something is always possible."""
     running: list[Arrival] = []
+    arrived: list[int] = []
     while not pace.done:
         pace.publish(min(pace.needed(), samples))
         taken = 0
@@ -89,10 +93,11 @@ def random_walk(pace: FeedPace, batch: int, samples: int, draw: random.Random) -
             act = draw.choice(acts)
             if act == "answer":
                 arrival = running.pop(draw.randrange(len(running)))
-                (pace.lose if draw.random() < 0.2 else pace.arrive)(arrival.number)
+                (pace.lose if draw.random() < 0.2 else arrived.append)(arrival.number)
             elif act == "ask" and (asked := pace.ask()) is not None:
                 running.append(asked)
-            elif act == "take" and pace.take() is not None:
+            elif act == "take" and (arrival := pace.take(arrived)) is not None:
+                arrived.remove(arrival.number)
                 taken += 1
 
 

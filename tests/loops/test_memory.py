@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import swpipe
 from swpipe.errors import PlanError
-from swpipe.loops.batch_memory import content_of, span_of
+from swpipe.loops.batch_memory import Buffer
 from swpipe.pipeline import settle
 from tests.support.sequencer import PATIENCE_S
 
@@ -300,16 +300,25 @@ def test_the_tensors_of_a_known_dataset_are_not_changed() -> None:
     ],
 )
 def test_a_write_anywhere_in_memory_is_seen(buffer: Any) -> None:
-    """Of the first item, the last, and a fifth of them; and where the memory lies."""
+    """Of the first item, and a fifth of them; and where the memory lies."""
     half, fifth = len(buffer) // 2, max(1, len(buffer) // 5)
-    for place in (0, -1, slice(half, half + fifth)):
-        before = content_of(buffer)
+    for place in (0, slice(-fifth, None), slice(half, half + fifth)):
+        before = Buffer.of(buffer)
+        assert before.is_as(buffer)
         (buffer.data if isinstance(buffer, Tensor) else buffer)[place] = 3
-        assert content_of(buffer) != before
-    begin, end = span_of(buffer)
-    size = buffer.element_size() if isinstance(buffer, Tensor) else buffer.itemsize
-    assert end - begin >= size
-    assert len({*span_of(buffer[:0])}) == 1
+        assert not before.is_as(buffer)
+    assert before.end - before.begin >= buffer.itemsize
+    empty = Buffer.of(buffer[:0])
+    assert empty.begin == empty.end
+
+
+def test_other_memory_of_the_same_tensor_is_a_change() -> None:
+    """And is not looked for where it was."""
+    tensor = torch.ones(3000)
+    before = Buffer.of(tensor)
+    tensor.data = torch.ones(6000)
+    assert not before.is_as(tensor)
+    assert before.is_as(torch.ones(3000))
 
 
 # -------------------------------------------------------------------- functions on several threads

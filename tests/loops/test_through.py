@@ -330,7 +330,7 @@ PLACES = (
 
 @pytest.mark.examples
 def test_a_loop_that_ends_early_has_the_results_of_the_plain_one_and_loses_nothing() -> None:
-    """By an error in any place, a break or an interrupt; an iterator is gone on with."""
+    """By an error in any place, a break or an interrupt; an iterator is not gone on with."""
     for seed in seeds("endings", 60):
         draws = random.Random(seed)
         where, at = draws.choice(PLACES), draws.randrange(12)
@@ -353,16 +353,18 @@ def test_a_loop_that_ends_early_has_the_results_of_the_plain_one_and_loses_nothi
                 assert ours.written == plain.written, told
             else:
                 assert ours.written == ours.calls, told
-            again = ours.run(loop)
-        plain_again = plain.run(plainly(oracle, plain.decode, plain.step, plain.label, plain.write))
-        assert (again, ours.results) == (plain_again, plain.results), told
-        assert (ours.written, ours.calls) == (plain.written, plain.calls), told
+            if where in ("loader", "end"):
+                assert ours.run(loop) == "end", told
+            else:
+                with pytest.raises(RuntimeError, match="results .* behind .* were dropped"):
+                    ours.run(loop)
+            assert ours.written == sorted({*ours.written}), told
         assert not swpipe_threads(), told
 
 
 @pytest.mark.examples
 def test_an_interrupt_at_a_random_moment_loses_nothing(scripts: Scripts) -> None:
-    """All that was handed over is written once, and the iterator is gone on with."""
+    """All that was handed over is written once."""
     first, *more = seeds("endings", 30)
     args = (f"{first}", f"{1 + len(more)}")  # see ``through_signals``
     script = Script(module="tests.loops.through_signals", args=args)
