@@ -134,4 +134,4 @@ def hstu_costs() -> CostModel:
 
 def limits(in_flight: int = 5, threads: int = 4) -> Limits:
     """The published limits: five iterations in flight, four threads, the frozen tasks."""
-    return Limits(in_flight=in_flight, threads=threads, frozen=FROZEN)
+    return Limits(in_flight=in_flight, groups=threads, frozen=FROZEN)

@@ -25,6 +25,6 @@ costs = CostModel(
     }
 )
 choice = auto_plan(
-    loop, costs, limits=Limits(in_flight=4, threads=3, frozen=["forward", "backward", "step"])
+    loop, costs, limits=Limits(in_flight=4, groups=3, frozen=["forward", "backward", "step"])
 )
 print(choice.format())

@@ -20,7 +20,7 @@ costs = CostModel(
         "train": TaskCost(host_us=900, device_us=10_000),
     }
 )
-limits = Limits(in_flight=6, threads=2, frozen=["train"])
+limits = Limits(in_flight=6, groups=2, frozen=["train"])
 ranks = Ranks(number=1_024, jitter=0.05, slow={"read": (0.01, 5.0)})
 for choice in (
     auto_plan(loop, costs, limits=limits),

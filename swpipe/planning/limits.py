@@ -18,7 +18,7 @@ class Limits:
 
     Attributes:
         in_flight: The most iterations in flight, 1 to 1,000; each holds a batch in memory.
-        threads: The most thread groups, including the caller's; 1 to 1,000.
+        groups: The most thread groups, including the caller's; 1 to 1,000.
         workers: The most threads of one group; 1 to 1,000. The cost model does not know which tasks
             wait and which compute: for tasks that compute, more workers than cores gain nothing.
         frozen: Names of tasks that must be in the last stage, on the caller's thread, and on their
@@ -32,7 +32,7 @@ class Limits:
     """
 
     in_flight: int
-    threads: int
+    groups: int
     frozen: tuple[str, ...]
     workers: int
     max_bytes: int | None
@@ -40,21 +40,18 @@ class Limits:
     def __init__(
         self,
         in_flight: int = 5,
-        threads: int = 4,
+        groups: int = 4,
         frozen: Iterable[TaskRef] = (),
         workers: int = 8,
         max_bytes: int | None = None,
     ) -> None:
         # A single name is meant as one task, not as an iterable of letters.
         refs = (frozen,) if isinstance(frozen, str) else tuple(frozen)
+        counts = {"in_flight": in_flight, "groups": groups, "workers": workers}
         # All problems are collected and raised at once, so that the user mends them in one go.
         problems = [
-            Problem(f"the limit on {what} is {shown(value)}: give an integer from 1 to {_MOST}")
-            for what, value in (
-                ("iterations in flight", in_flight),
-                ("thread groups", threads),
-                ("workers", workers),
-            )
+            Problem(f"the limit {name} is {shown(value)}: give an integer from 1 to {_MOST}")
+            for name, value in counts.items()
             # ``type`` and not ``isinstance``: True is not a number of threads.
             if type(value) is not int or not 1 <= value <= _MOST
         ]
@@ -70,17 +67,14 @@ class Limits:
             raise PlanError(problems)
         # The dataclass is frozen, so its fields are set past its own ``__setattr__``. It has its
         # own ``__init__`` because ``frozen`` accepts tasks and stores names.
-        object.__setattr__(self, "in_flight", in_flight)
-        object.__setattr__(self, "threads", threads)
-        object.__setattr__(self, "frozen", names_of(refs))
-        object.__setattr__(self, "workers", workers)
-        object.__setattr__(self, "max_bytes", max_bytes)
+        for name, value in {**counts, "frozen": names_of(refs), "max_bytes": max_bytes}.items():
+            object.__setattr__(self, name, value)
 
     def allow(self, plan: PipelinePlan) -> bool:
         """Return whether a plan keeps the limits on iterations in flight, groups and workers."""
         return (
             plan.depth <= self.in_flight
-            and len(plan.thread_groups) <= self.threads
+            and len(plan.thread_groups) <= self.groups
             and plan.most_workers <= self.workers
         )
 

@@ -30,8 +30,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -40,7 +38,6 @@ from numpy.typing import NDArray
 from swpipe.core.costs import CostModel
 from swpipe.core.dependence import topological
 from swpipe.core.plan import PULL
-from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.bounds import bounds_of
 from swpipe.planning.modulo.schedule_graph import (
     LOCK,
@@ -74,9 +71,10 @@ _SEED = 20_251
 
 def step_us(program: Program, costs: CostModel, ranks: Ranks) -> float:
     """Return the step on many ranks in microseconds, without its parts. Searches use it."""
-    work_us, run = _run_of(program, costs, ranks)
-    waiting_us = run.step_us(differ=True, meet=True) - run.step_us(differ=False, meet=True)
-    return work_us + waiting_us
+    meeting = ranks.meeting(program.resolved.plan, costs)
+    graph = timed_graph(program, costs, sampled=True)
+    many_us = _mean_step_us(graph, ranks, meeting)
+    return interval_of(graph).ii_us + (many_us - _mean_step_us(graph, Ranks(1), meeting))
 
 
 def rank_step(program: Program, costs: CostModel, ranks: Ranks) -> RankStep:
@@ -85,141 +83,117 @@ def rank_step(program: Program, costs: CostModel, ranks: Ranks) -> RankStep:
     Raises:
         PlanError: As for ``Ranks.meeting``, or a task has no cost.
     """
-    work_us, run = _run_of(program, costs, ranks)
+    meeting = ranks.meeting(program.resolved.plan, costs)
+    graph = timed_graph(program, costs, sampled=True)
+    work_us = interval_of(graph).ii_us
     # Three simulations separate the parts: equal times; times that differ without meetings (waiting
     # for the rank's own input); times that differ with meetings (waiting for the slowest rank as
     # well).
-    certain = alone = together = run.step_us(differ=False, meet=True)
-    if ranks.jitter or ranks.slow:
-        alone = run.step_us(differ=True, meet=False)
-        together = run.step_us(differ=True, meet=True)
-    graph = schedule_graph(program.resolved, costs, Limits(), streams=program.streams)
+    certain = _mean_step_us(graph, Ranks(1), meeting)
+    alone = _mean_step_us(graph, ranks, ())
+    together = _mean_step_us(graph, ranks, meeting)
+    loop = schedule_graph(program.resolved, costs, streams=program.streams)
     return RankStep(
         ranks=ranks,
         step_us=work_us + (together - certain),
         work_us=work_us,
         input_us=alone - certain,
         slowest_us=together - alone,
-        floor_us=_floor_us(graph, ranks, run.meeting),
+        floor_us=_floor_us(loop, ranks, meeting),
     )
 
 
-def _run_of(program: Program, costs: CostModel, ranks: Ranks) -> tuple[float, _Run]:
-    """Return the exact interval of one rank, and the run on all ranks, which adds differences."""
-    meeting = ranks.meeting(program.resolved.plan, costs)
-    graph = timed_graph(program, costs, sampled=True)
-    return interval_of(graph).ii_us, _Run(graph.limited(), ranks, meeting)
+def _mean_step_us(graph: TimedGraph, ranks: Ranks, meeting: Collection[str]) -> float:
+    """Return the mean step of ranks that meet in some tasks."""
+    graph = graph.limited()
+    nodes = graph.nodes
+    into = _arcs_into(graph)
+    order = _order(into)
+    meets = _meeting_nodes(graph, meeting)
+    far = 1 + max(lag for arcs in into for _, _, lag in arcs)
+    # The last axis is the ranks of a group; the first is groups side by side.
+    differ = ranks.jitter or ranks.slow
+    shape = (max(1, _PLACES // ranks.number), ranks.number) if differ else (1, 1)
+    # A ring over periods, as long as the largest lag, so that memory does not grow with the run.
+    ends = np.zeros((len(nodes), far, *shape))
+    factors: dict[int, Mapping[str, _Times]] = {}
+    last = _WARM_UP + _MEASURED
+    retire = nodes[graph.retire]
+    retired: list[float] = []
+    for period in range(last + retire.stage + 1):
+        for k in order:
+            node = nodes[k]
+            end = ends[k, period % far]
+            end[...] = 0.0
+            for tail, extra_us, lag in into[k]:
+                if period >= lag:
+                    np.maximum(end, ends[tail, (period - lag) % far] + extra_us, out=end)
+            iteration = period - node.stage
+            # Before the first iteration no task takes time, and no ranks meet.
+            if iteration < 0:
+                continue
+            if iteration not in factors:
+                factors[iteration] = _factors(ranks, iteration, shape)
+            time = node.each[iteration % len(node.each)] if node.each else node.time
+            if time:
+                drawn = factors[iteration]
+                end += time / TICKS_PER_US * drawn.get(node.task, drawn[""])
+            if k in meets:
+                end[...] = end.max(axis=1, keepdims=True)
+        factors.pop(period - graph.depth, None)
+        if period - retire.stage in (_WARM_UP, last):
+            retired.append(float(ends[graph.retire, period % far].mean()))
+    return (retired[1] - retired[0]) / _MEASURED
 
 
-@dataclass(frozen=True)
-class _Run:
-    graph: TimedGraph
-    ranks: Ranks
-    meeting: Collection[str]
+def _factors(ranks: Ranks, iteration: int, shape: tuple[int, int]) -> Mapping[str, _Times]:
+    """Return the factors on each rank's times: "" for all tasks, and one for each slow task.
 
-    def step_us(self, *, differ: bool, meet: bool) -> float:
-        """Return the mean step, with times that differ or not and with ranks that meet or not."""
-        nodes = self.graph.nodes
-        into = self._into
-        far = 1 + max(lag for arcs in into for _, _, lag in arcs)
-        # The last axis is the ranks of a group; the first is groups side by side.
-        shape = (max(1, _PLACES // self.ranks.number), self.ranks.number) if differ else (1, 1)
-        # A ring over periods, as long as the largest lag, so that memory does not grow with the
-        # run.
-        ends = np.zeros((len(nodes), far, *shape))
-        factors: dict[int, Mapping[str, _Times]] = {}
-        last = _WARM_UP + _MEASURED
-        first = _WARM_UP
-        retire = nodes[self.graph.retire]
-        retired = dict[int, float]()
-        for period in range(last + retire.stage + 1):
-            for k in self._order:
-                node = nodes[k]
-                end = ends[k, period % far]
-                end[...] = 0.0
-                for tail, extra_us, lag in into[k]:
-                    if period >= lag:
-                        np.maximum(end, ends[tail, (period - lag) % far] + extra_us, out=end)
-                iteration = period - node.stage
-                # Before the first iteration no task takes time, and no ranks meet.
-                if iteration < 0:
-                    continue
-                if iteration not in factors:
-                    factors[iteration] = self._factors(iteration, shape) if differ else {}
-                time = node.each[iteration % len(node.each)] if node.each else node.time
-                if time:
-                    drawn = factors[iteration]
-                    end += time / TICKS_PER_US * drawn.get(node.task, drawn.get("", 1.0))
-                if meet and k in self._meets:
-                    end[...] = end.max(axis=1, keepdims=True)
-            factors.pop(period - self.graph.depth, None)
-            if period >= retire.stage:
-                retired[period - retire.stage] = float(ends[self.graph.retire, period % far].mean())
-        return (retired[last] - retired[first]) / _MEASURED
+    Each iteration has a generator of its own, so that all plans meet the same slow batches.
+    """
+    rng = np.random.default_rng((_SEED, iteration))
+    jitter = _lognormal(rng, ranks.jitter, shape)
+    factors = {"": jitter}
+    for task, (share, factor) in ranks.slow.items():
+        slow = np.where(rng.random(shape) < share, factor, 1.0)
+        # Without a group that pulls, the time of a pull is that of ``<admit>``.
+        names = (PULL, ADMIT) if task == PULL else (task,)
+        factors.update(dict.fromkeys(names, jitter * slow))
+    return factors
 
-    def _factors(self, iteration: int, shape: tuple[int, int]) -> Mapping[str, _Times]:
-        """Return the factors on each rank's times: "" for all tasks, and one for each slow task.
 
-        Each iteration has a generator of its own, so that all plans meet the same slow batches.
-        """
-        rng = np.random.default_rng((_SEED, iteration))
-        ranks = self.ranks
-        jitter = _lognormal(rng, ranks.jitter, shape)
-        factors = {"": jitter}
-        for task, (share, factor) in ranks.slow.items():
-            slow = np.where(rng.random(shape) < share, factor, 1.0)
-            factors[self._node_of_pull if task == PULL else task] = jitter * slow
-        return factors
+def _meeting_nodes(graph: TimedGraph, meeting: Collection[str]) -> frozenset[int]:
+    """Return the nodes at which ranks meet: on the device, if the task has work there."""
+    # A task may have several nodes: host work (these come first), device work and a return, which
+    # takes no time. It meets at one of them only.
+    meets: dict[str, int] = {}
+    for k, node in enumerate(graph.nodes):
+        if node.task in meeting and (node.time or node.task not in meets):
+            meets[node.task] = k
+    return frozenset(meets.values())
 
-    @cached_property
-    def _node_of_pull(self) -> str:
-        return PULL if any(node.task == PULL for node in self.graph.nodes) else ADMIT
 
-    @cached_property
-    def _meets(self) -> frozenset[int]:
-        """The nodes at which ranks meet: on the device, if the task has work there."""
-        graph = self.graph
-        # A task may have several nodes: host work (these come first), device work and a return. It
-        # meets at one of them only.
-        hosts = len(graph.nodes) - len(graph.device_of) - len(graph.returns)
-        meeting = [k for k in range(hosts) if graph.nodes[k].task in self.meeting]
-        devices = [graph.device_of.get(k, k) for k in meeting]
-        return frozenset(
-            device if graph.nodes[device].time else host
-            for host, device in zip(meeting, devices, strict=True)
-        )
+def _arcs_into(graph: TimedGraph) -> list[list[tuple[int, float, int]]]:
+    """Return the arcs into each node: tail, microseconds beyond the tail's own time, and lag."""
+    nodes = graph.nodes
+    # Resources without a fixed order are put into the order of the program.
+    lines: dict[object, list[int]] = defaultdict(list)
+    for k, node in enumerate(nodes):
+        for line in (*graph.queues.get(k, ()), *node.resources):
+            lines[line].append(k)
+    into: list[list[tuple[int, float, int]]] = [[] for _ in nodes]
+    for tail, head, time, lag in (*graph.arcs, *rings(nodes, lines.values())):
+        into[head].append((tail, (time - nodes[tail].time) / TICKS_PER_US, lag))
+    return into
 
-    @cached_property
-    def _into(self) -> list[list[tuple[int, float, int]]]:
-        """The arcs into each node: tail, microseconds beyond the tail's own time, and lag."""
-        graph = self.graph
-        nodes = graph.nodes
-        # Resources without a fixed order are put into the order of the program.
-        lines: dict[object, list[int]] = defaultdict(list)
-        for k, node in enumerate(nodes):
-            for line in (*graph.queues.get(k, ()), *node.resources):
-                lines[line].append(k)
-        # Of parallel arcs only the longest counts.
-        longest: dict[tuple[int, int, int], int] = {}
-        for tail, head, time, lag in (*graph.arcs, *rings(nodes, lines.values())):
-            extra = time - nodes[tail].time
-            longest[tail, head, lag] = max(extra, longest.get((tail, head, lag), extra))
-        into: list[list[tuple[int, float, int]]] = [[] for _ in nodes]
-        for (tail, head, lag), extra in longest.items():
-            into[head].append((tail, extra / TICKS_PER_US, lag))
-        return into
 
-    @cached_property
-    def _order(self) -> list[int]:
-        """The nodes in an order that agrees with the arcs within a period."""
-        names = {str(k): (k,) for k in range(len(self.graph.nodes))}
-        within = [
-            (str(head), str(tail))
-            for head, arcs in enumerate(self._into)
-            for tail, _, lag in arcs
-            if not lag
-        ]
-        return [int(name) for name in topological(names, within)]
+def _order(into: Sequence[Sequence[tuple[int, float, int]]]) -> list[int]:
+    """Return the nodes in an order that agrees with the arcs within a period."""
+    rank = {str(k): (k,) for k in range(len(into))}
+    within = [
+        (str(k), str(tail)) for k, arcs in enumerate(into) for tail, _, lag in arcs if not lag
+    ]
+    return [int(name) for name in topological(rank, within)]
 
 
 def _lognormal(rng: np.random.Generator, jitter: float, shape: tuple[int, ...]) -> _Times:
@@ -242,7 +216,7 @@ def _floor_us(graph: ScheduleGraph, ranks: Ranks, meeting: Collection[str]) -> f
         return floor_us
     for name in meeting:
         v = graph.names.index(name)
-        operation = graph.size + v if graph.device_us[v] else v
+        operation = graph.device(v) if graph.device_us[v] else v
         time_us = graph.device_us[v] or graph.launch_us[v]
         # The lock is held for a part of a task only, and granted in the order of requests: no
         # floor.

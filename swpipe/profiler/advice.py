@@ -273,7 +273,7 @@ class _Advisor:
         stay: Sequence[str] = ()
         # Plans with one worker per task come first, as they are simpler.
         for workers in sorted({1, *may_have.values()}):
-            limits = Limits(threads=threads, workers=workers, frozen=stay)
+            limits = Limits(groups=threads, workers=workers, frozen=stay)
             try:
                 best = auto_plan(
                     plan,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import MOST_ITERATIONS
-from swpipe.core.task import LABEL_RULE, DeclaredIO, PipelineTask, is_label
+from swpipe.core.task import DeclaredIO, PipelineTask
 from swpipe.schedulable.slot_context import DataSlot, TaskContext
 from swpipe.schedulable.stream_pool import DEFAULT
 
@@ -181,8 +181,6 @@ class FunctionTask(Task):
     def __init__(
         self, name: str, fn: Callable[[TaskContext], Any], **fields: Unpack[TaskFields]
     ) -> None:
-        if not callable(fn):
-            raise TypeError(f"task {shown(name)}: fn is {shown(fn)}: give a function of ctx")
         self.__dict__["run"] = fn  # itself, so that an asynchronous function is recognized
         super().__init__(name, **fields)
 
@@ -195,13 +193,6 @@ def _of(kinds: type | UnionType, what: str, place: str, value: Any, _: object = 
     # bool is a subclass of int, but True is not a number of batches.
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         raise TypeError(f"{place}: give {what}")
-    return value
-
-
-def _stream(place: str, value: Any) -> Any:
-    # A stream's name can become a thread's name, which the plan checks by this rule.
-    if not is_label(_of(str, "a string", place, value)):
-        raise ValueError(f"{place}: {LABEL_RULE}")
     return value
 
 
@@ -284,7 +275,7 @@ def _check_named_once(task: str, values: dict[str, Any]) -> None:
 _flag = partial(_of, bool, "True or False")
 
 _VALUES: dict[str, Callable[[str, Any], Any]] = {
-    "stream": _stream,
+    "stream": partial(_of, str, "a string"),
     "priority": partial(_of, int, "an integer"),
     "lookahead": _lookahead,
     "same_progress_sync_sides": _side,

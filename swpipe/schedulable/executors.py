@@ -4,14 +4,14 @@
 Their ``execute_stage`` is for executors that wrap them, and runs the tasks on the calling thread.
 
 A user-defined executor runs the tasks of a period itself. The plan then contains the schedule's
-tasks on the caller's thread, with other functions: each task records its context. After all tasks
-of a stage, an additional task calls the executor with the recorded contexts.
+tasks on the caller's thread, with other functions: each task records its context. After all tasks,
+an additional task calls the executor for each stage, with the recorded contexts.
 
     period   record h2d, record forward, ..., <call>, <call>    the first call runs the tasks
 
-There is one call for each lookahead, because in the prologue and the epilogue only tasks of some
-lookaheads have a batch. The engine does not see the tasks themselves, so it cannot replay, time,
-check or seed a single task.
+There is one such task for each lookahead, because in the prologue and the epilogue only tasks of
+some lookaheads have a batch. The engine does not see the tasks themselves, so it cannot replay,
+time, check or seed a single task.
 """
 
 from __future__ import annotations
@@ -209,84 +209,61 @@ class DelegatedPipeline(SWPipeline[IterContext]):
 
 
 def delegated(
-    plan: PipelinePlan,
-    schedule: Schedule,
-    pool: StreamPool,
-    executor: Executor,
-    home: Home,
+    plan: PipelinePlan, schedule: Schedule, pool: StreamPool, executor: Executor, home: Home
 ) -> PipelinePlan:
     """Return the plan on the caller's thread whose tasks are run by a user-defined executor."""
     order = period_order(schedule)
     most = schedule.max_lookahead
     waits = stream_waits(schedule)
-    entries: dict[str, TaskSchedule] = {}
+    stages = [Stage(tuple(t for t in order if t in stage.tasks)) for stage in schedule.stages]
+    places = {task.name: TaskPlace(pool, home, most - task.lookahead) for task in order}
+    # All tasks fill it, and the first call of a period empties it.
+    recorded: dict[str, IterContext] = {}
+
+    def call(_: IterContext) -> None:
+        if not recorded:  # an earlier call in this period ran all tasks
+            return
+        contexts = PeriodContext()
+        for name, ctx in recorded.items():
+            contexts[name] = TaskContext(ctx, places[name])
+        # A value that a task removes may still be in use on another stream: hold it for now.
+        held = [[*vars(ctx).values()] for ctx in recorded.values()]
+        recorded.clear()
+        (period, *_) = {context.iter_count for context in contexts.values()}
+
+        def should_run(task: Task) -> bool:
+            return task.name in contexts
+
+        for stage in stages:
+            if any(map(should_run, stage.tasks)):
+                executor.execute_stage(stage, contexts, period, should_run, waits, pool)
+        # The plan has this task on the default stream. This stream waits for all others here, so
+        # that the engine's events cover all work that the executor has submitted.
+        for name in pool.names:
+            pool.order(DEFAULT, name)
+        if any(map(pool.get, pool.names)):
+            record_stream(held, torch.accelerator.current_stream())
+
     tasks: list[PipelineTask] = []
-    for number, stage in enumerate(schedule.stages, start=1):
-        members = [task for task in order if task in stage.tasks]
-        # Shared by all tasks of the stage: they fill it, and the first call of a period empties it.
-        recorded: dict[str, IterContext] = {}
-        places = {task.name: TaskPlace(pool, home, most - task.lookahead) for task in members}
-        for task in members:
-            # Recording a context issues no collective, so these tasks need no global order.
-            entries[task.name] = replace(plan.schedule[task.name], globally_ordered=False)
-            # Without replay, nothing is captured or restored.
-            declared = [io for io in task.io if io.state is not None or io.reset is not None]
-            effects = [replace(io, capture=None, restore=None) for io in declared]
-            tasks.append(PipelineTask(task.name, partial(_record, recorded, task.name), effects))
-        call = partial(_call, executor, Stage(tuple(members)), recorded, places, waits, pool)
-        # Whichever lookaheads have a batch in a period, at least one of these calls runs after the
-        # stage's tasks. The later ones of the same period find nothing recorded.
-        for lookahead in sorted({task.lookahead for task in members}, reverse=True):
-            # A user may have given a task this very name.
-            name = f"call of Stage {number} at lookahead {lookahead}"
-            while name in plan.schedule:
-                name += "'"
-            entries[name] = TaskSchedule(most - lookahead)
-            # After a failure, ``reset`` drops the contexts that the failed period has left behind.
-            tasks.append(PipelineTask(name, call, [DeclaredIO(reset=recorded.clear)]))
+    for task in order:
+        # Without replay, nothing is captured or restored.
+        declared = [io for io in task.io if io.state is not None or io.reset is not None]
+        effects = [replace(io, capture=None, restore=None) for io in declared]
+        tasks.append(PipelineTask(task.name, partial(recorded.__setitem__, task.name), effects))
+    entries = dict(plan.schedule)
+    # Whichever lookaheads have a batch in a period, at least one of these calls runs after all
+    # tasks. The later ones of the same period find nothing recorded.
+    for lookahead in sorted({task.lookahead for task in order}, reverse=True):
+        # A user may have given a task this very name.
+        name = f"call at lookahead {lookahead}"
+        while name in plan.schedule:
+            name += "'"
+        entries[name] = TaskSchedule(most - lookahead)
+        # After a failure, ``reset`` drops the contexts that the failed period has left behind.
+        tasks.append(PipelineTask(name, call, [DeclaredIO(reset=recorded.clear)]))
     return replace(
         plan,
         schedule=entries,
-        order=list(entries),
+        order=[task.name for task in tasks],
         tasks=tuple(sorted(tasks, key=lambda task: entries[task.name].stage)),
     )
-
-
-def _record(recorded: dict[str, IterContext], name: str, ctx: IterContext) -> None:
-    recorded[name] = ctx
-
-
-def _call(
-    executor: Executor,
-    stage: Stage,
-    recorded: dict[str, IterContext],
-    places: Mapping[str, TaskPlace],
-    waits: Waits,
-    pool: StreamPool,
-    ctx: IterContext,
-) -> None:
-    """Call the executor for the tasks of a stage that have recorded a context in this period."""
-    if not recorded:  # an earlier call in this period ran all tasks
-        return
-    contexts = {name: TaskContext(iteration, places[name]) for name, iteration in recorded.items()}
-    # The values that exist before the call, to find those that a task removes during the call.
-    before = [(iteration, vars(iteration).copy()) for iteration in recorded.values()]
-    recorded.clear()
-    (period, *_) = {context.iter_count for context in contexts.values()}
-    executor.execute_stage(
-        stage, PeriodContext(contexts), period, lambda task: task.name in contexts, waits, pool
-    )
-    # The plan has this task on the default stream. This stream waits for all others here, so that
-    # the engine's events cover all work that the executor has submitted.
-    for name in pool.names:
-        pool.order(DEFAULT, name)
-    # The engine holds the memory of values that a context still has. A removed value may still be
-    # in use on another stream, so its memory is held here.
-    removed = [
-        value
-        for iteration, held in before
-        for name, value in held.items()
-        if vars(iteration).get(name) is not value
-    ]
-    if any(map(pool.get, pool.names)):
-        record_stream(removed, torch.accelerator.current_stream())

@@ -92,22 +92,23 @@ class SchedulablePipeline:
         # The tasks of the plan need the pipeline, which is made from the plan: filled in below.
         home = Home()
         self.schedule = schedule
-        plan = translate(schedule, stream_pool, threads, home)
-        if not is_ours(self._executor):
-            plan = delegated(plan, schedule, stream_pool, self._executor, home)
-            kind = DelegatedPipeline
-            # The effects of the tasks happen in the executor's call, and would be attributed to it.
-            options.setdefault("check_effects", False)
-        self.plan: PipelinePlan = replace(plan, run_ahead=run_ahead)
         with in_words_of(schedule):
+            plan = translate(schedule, stream_pool, threads, home)
+            if not is_ours(self._executor):
+                plan = delegated(plan, schedule, stream_pool, self._executor, home)
+                kind = DelegatedPipeline
+                # The effects of the tasks happen in the executor's call, and would be attributed to
+                # it.
+                options.setdefault("check_effects", False)
+            self.plan: PipelinePlan = replace(plan, run_ahead=run_ahead)
             self.pipe: SWPipeline[IterContext] = kind(self.plan, device=device, **options)
         # A strong reference would be a cycle: the pipeline holds its tasks, and they hold ``home``.
-        home.pipe = weakref.ref(self.pipe)
+        home.pipe = weakref.proxy(self.pipe)
         place = TaskPlace(stream_pool, home, 0)
         try:
             # Each task gets an empty context, which no batch uses afterwards.
             for task in tasks:
-                task.init(TaskContext(IterContext(None, home.first_iteration), place))
+                task.init(TaskContext(IterContext(None, self.pipe.next_iteration), place))
         # The caller gets no pipeline to shut down, so its threads are stopped here.
         except BaseException:
             self.shutdown()
@@ -141,7 +142,7 @@ class SchedulablePipeline:
             loss_fn: The loss, from what the model returns. None if the model returns the loss, a
                 tuple that begins with it, or a dict with ``"loss"``.
             prefetch: Copy each batch while the previous batch is trained on. Requires that batches
-                come from ``progress`` with an iterator, or from ``push``.
+                come from ``progress`` with an iterator.
             memcpy_stream: Copy on a stream of its own, "memcpy".
             threaded: Run each stream's tasks on a thread of their own, or on the threads that
                 ``thread_map`` names.
@@ -210,40 +211,6 @@ class SchedulablePipeline:
         """Run all tasks on one batch alone, as ``progress(iter([batch]))`` does."""
         return self.progress(iter([batch]))
 
-    def push(self, batch: Any) -> Any:
-        """Add one batch and run one period, for callers without an iterator.
-
-        Returns:
-            The oldest batch's ``step_result``; None while the pipeline fills.
-
-        Raises:
-            BaseException: See ``progress``.
-        """
-        with in_words_of(self.schedule):
-            ctx = self.pipe.push(batch)
-        return None if ctx is None else _result(ctx)
-
-    def flush(self) -> Iterator[Any]:
-        """Finish the pushed batches, and iterate over the results, oldest first.
-
-        See ``SWPipeline.flush``.
-        """
-        with in_words_of(self.schedule):
-            # Outside the generator, so that a refused call raises here and not at the first result.
-            contexts = self.pipe.flush()
-        return self._results(contexts)
-
-    def _results(self, contexts: Iterator[IterContext]) -> Iterator[Any]:
-        while True:
-            with in_words_of(self.schedule):
-                # Not around the yield: exceptions of the consumer pass unchanged.
-                ctx = next(contexts, None)
-            if ctx is None:
-                return
-            yield _result(ctx)
-            # Otherwise the generator would keep the batch's memory until the next result.
-            del ctx
-
     def drain(self) -> list[Any]:
         """Finish the batches in flight without a pull, and return their results, oldest first.
 
@@ -283,14 +250,14 @@ class Pipeline(SchedulablePipeline):
         **options: Unpack[ScheduleOptions],
     ) -> None:
         stage = Stage(tuple(tasks))
-        if stream_pool is None:
-            stream_pool = StreamPool(
-                dict.fromkeys([DEFAULT, *(task.stream for task in stage.tasks)])
-            )
-        if not isinstance(stream_pool, StreamPool):
-            raise TypeError(f"stream_pool is {shown(stream_pool)}: give a StreamPool")
-        schedule = Schedule((stage,), stream_pool.names)
-        super().__init__(schedule, stream_pool, executor=executor, device=device, **options)
+        streams = dict.fromkeys([DEFAULT, *(task.stream for task in stage.tasks)])
+        super().__init__(
+            Schedule((stage,), tuple(streams)),
+            StreamPool(streams) if stream_pool is None else stream_pool,
+            executor=executor,
+            device=device,
+            **options,
+        )
 
 
 def _result(ctx: IterContext) -> Any:

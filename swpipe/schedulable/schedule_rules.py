@@ -1,8 +1,8 @@
 """The rules of a schedule; all violations are reported at once, in terms of the schedule.
 
 check_stages   _names, _streams, _slots, _reads, _references   on the tasks as declared
-               edges_of ──> future reads, later stages
-               period_order ──> a cycle
+               edges_of ──> future reads
+               period_order ──> a cycle, also with the order of the stages
 in_words_of    problems of the translated plan: the edges and stages that a problem names
                (``Problem.terms``) are replaced by fields and lookaheads
 """
@@ -22,6 +22,7 @@ from swpipe.schedulable.declared_task import Task
 from swpipe.schedulable.schedule import (
     Schedule,
     TaskEdge,
+    between_stages,
     edges_of,
     period_order,
     waits_of,
@@ -60,11 +61,7 @@ def check_stages(schedule: Schedule, pool: StreamPool, more: Sequence[Problem] =
     if len({task.name for task in tasks}) == len(tasks):  # edges find their tasks by name
         edges = edges_of(schedule)
         problems += [_future_read(edge) for edge in edges if edge.lag < 0]
-        misplaced = [*_later_stages(schedule, edges)]
-        problems += misplaced
-        # A producer in a later stage also closes a cycle with the order of the stages. Only the
-        # first of these two problems is reported.
-        cycle = None if misplaced else _cycle(schedule, edges)
+        cycle = _cycle(schedule, edges)
     # The cycle comes last: the other problems are often its cause.
     if cycle is not None:
         raise SchedulingError([*problems, cycle])
@@ -262,20 +259,6 @@ def _future_read(edge: TaskEdge) -> Problem:
     )
 
 
-def _later_stages(schedule: Schedule, edges: Collection[TaskEdge]) -> Iterator[Problem]:
-    place = {t.name: n for n, stage in enumerate(schedule.stages) for t in stage.tasks}
-    for edge in edges:
-        consumer, producer = edge.names
-        # With a positive lag, the producer ran in an earlier period, in whatever stage.
-        if edge.lag == 0 and place[consumer] < place[producer]:
-            yield _problem(
-                edge.consumer,
-                f"{edge.field} has {edge.value!r}, and {producer!r} is in a later Stage, which "
-                f"runs after it: put {consumer!r} into the Stage of {producer!r}, or a later one",
-                producer,
-            )
-
-
 def _cycle(schedule: Schedule, edges: Collection[TaskEdge]) -> Problem | None:
     try:
         period_order(schedule)
@@ -288,5 +271,7 @@ def _cycle(schedule: Schedule, edges: Collection[TaskEdge]) -> Problem | None:
             if edge.lag == 0 and edge.names in pairs
         ]
         text = f"cyclic dependency: {error}; take out one of: {'; '.join(causes)}"
+        if not pairs.isdisjoint(between_stages(schedule)):
+            text += "; or put the tasks into one Stage, since each comes after the one before it"
         return Problem(text, error.cycle)
     return None

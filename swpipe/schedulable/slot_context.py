@@ -6,13 +6,12 @@ memory management see it. A slot whose name every context already has as an attr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from swpipe.core.context import IterContext
 from swpipe.core.messages import listed, shown
-from swpipe.device import CpuDevice, Device, Event
+from swpipe.device import Event
 from swpipe.pipeline import SWPipeline
 from swpipe.schedulable.stream_pool import StreamPool
 
@@ -113,26 +112,14 @@ _EMPTY = object()
 
 
 class Home:
-    """A reference to the pipeline that runs a schedule.
+    """The pipeline that runs a schedule.
 
     Attributes:
-        pipe: Returns the pipeline, or None before it is made and after it is deleted. It is a weak
-            reference, so that tasks do not keep the pipeline alive.
+        pipe: A weak reference to the pipeline, so that tasks do not keep it alive; it is set when
+            the pipeline has been made from the tasks.
     """
 
-    pipe: Callable[[], SWPipeline[Any] | None] = staticmethod(lambda: None)
-
-    @property
-    def first_iteration(self) -> int:
-        """The number of the first iteration of the pipeline's run."""
-        pipe = self.pipe()
-        return 0 if pipe is None else pipe.next_iteration
-
-    @property
-    def device(self) -> Device:
-        """The pipeline's device."""
-        pipe = self.pipe()
-        return CpuDevice() if pipe is None else pipe.device
+    pipe: SWPipeline[Any]
 
 
 class TaskPlace(NamedTuple):
@@ -166,14 +153,14 @@ class TaskContext:
     def iter_count(self) -> int:
         """The number of this period, from 0 for each iterator; not the number of the batch."""
         # A task of stage s runs on iteration p - s in period p.
-        return self._iteration.iter_idx - self._place.home.first_iteration + self._place.stage
+        return self._iteration.iter_idx - self._place.home.pipe.next_iteration + self._place.stage
 
     def record_event(self, name: str) -> Event:
         """Mark the work that the task has submitted so far, and return the event.
 
         Tasks of the same batch can wait for it. The event is a value of the batch, like a slot.
         """
-        device = self._place.home.device
+        device = self._place.home.pipe.device
         event = device.new_event()
         event.record(device.current_stream())
         # On the batch's context: it is found by tasks of this batch only, and freed with it.
@@ -190,19 +177,16 @@ class TaskContext:
         # An event that was never recorded cannot be waited for; the caller decides what to do.
         if event is None:
             return False
-        event.wait(self._place.home.device.current_stream())
+        event.wait(self._place.home.pipe.device.current_stream())
         return True
 
     def __repr__(self) -> str:
         return f"TaskContext({self._iteration!r})"
 
 
-class PeriodContext:
-    """The contexts of the tasks that run in a period, for an executor's ``execute_stage``."""
-
-    def __init__(self, contexts: Mapping[str, TaskContext]) -> None:
-        self._contexts = contexts
+class PeriodContext(dict[str, TaskContext]):
+    """The contexts of the tasks that run in a period, by name, for ``execute_stage``."""
 
     def of(self, task: Any) -> TaskContext:
         """Return the context to pass to a task's ``run``; the task must run in this period."""
-        return self._contexts[task.name]
+        return self[task.name]

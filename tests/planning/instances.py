@@ -58,7 +58,7 @@ def instance(number: int, size: int = 14, *, tight: bool = False) -> Instance:
     }
     limits = Limits(
         in_flight=rng.choice((2, 3, 4)) if tight else 5,
-        threads=rng.choice((1, 2, 2, 3, 4)),
+        groups=rng.choice((1, 2, 2, 3, 4)),
         frozen=[names[v] for v in sorted(frozen)],
     )
     return Instance(plan, CostModel(costs, handover_us=rng.choice((0, 0, 20))), limits, streams)

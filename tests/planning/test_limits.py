@@ -22,11 +22,11 @@ def test_wrong_limits_are_refused() -> None:
         Limits(0, 1.5, (3,))  # type: ignore[arg-type]
     texts = [problem.text for problem in raised.value.problems]
     assert texts == [
-        "the limit on iterations in flight is 0: give an integer from 1 to 1000",
-        "the limit on thread groups is 1.5: give an integer from 1 to 1000",
+        "the limit in_flight is 0: give an integer from 1 to 1000",
+        "the limit groups is 1.5: give an integer from 1 to 1000",
         "frozen has 3, which is neither a task nor a task's name",
     ]
     for number in (True, 1001, 2**70):
-        for limits in ({"in_flight": number}, {"threads": number}):
+        for limits in ({"in_flight": number}, {"groups": number}):
             with pytest.raises(PlanError, match="give an integer from 1 to 1000"):
                 Limits(**limits)

@@ -16,9 +16,8 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.errors import PlanError
 from swpipe.planning import Limits, Ranks, auto_plan, simulate
-from swpipe.planning.modulo.input_slack import SlackPlan, with_slack
-from swpipe.planning.modulo.modulo_schedule import ahead_of
-from swpipe.planning.rank_simulation import _Run, rank_step, step_us
+from swpipe.planning.modulo.input_slack import SlackPlan, ahead_of, with_slack
+from swpipe.planning.rank_simulation import _mean_step_us, rank_step, step_us
 from swpipe.planning.simulation.interval import interval_us
 from swpipe.planning.simulation.timed_graph import timed_graph
 from swpipe.plans.prefetch import prefetch_plan
@@ -64,10 +63,9 @@ def test_one_rank_whose_times_do_not_differ_takes_the_interval(name: str, stream
         }
     )
     graph = timed_graph(compile_plan(resolve_plan(plan), streams=streams), costs)
-    run = _Run(graph.limited(), Ranks(1), frozenset())
     alone_us = interval_us(plan, costs, streams=streams)
     if not graph.contended:
-        assert run.step_us(differ=False, meet=True) == pytest.approx(alone_us, rel=1e-6)
+        assert _mean_step_us(graph, Ranks(1), ()) == pytest.approx(alone_us, rel=1e-6)
     found = simulate(plan, costs, streams=streams, ranks=Ranks(8)).ranks
     assert found is not None
     assert (found.step_us, found.input_us, found.slowest_us) == (alone_us, 0.0, 0.0)
@@ -120,7 +118,7 @@ def test_the_planner_chooses_what_absorbs_slow_reads() -> None:
     choice = auto_plan(
         recsys14.with_read(pipelined=False),
         COSTS14,
-        limits=Limits(in_flight=8, threads=4, frozen=recsys14.FROZEN),
+        limits=Limits(in_flight=8, groups=4, frozen=recsys14.FROZEN),
         ranks=Ranks(1_024, 0.05, SLOW),
     )
     assert choice.ranks is not None
@@ -143,7 +141,7 @@ def on_cpu(**more: Any) -> PipelinePlan:
 
 def test_input_slack_is_found_within_the_limits() -> None:
     """More iterations in flight where slow reads are absorbed, and none where only speed varies."""
-    many, deep = Ranks(64, slow={"read": (0.02, 4.0)}), Limits(in_flight=8, threads=2)
+    many, deep = Ranks(64, slow={"read": (0.02, 4.0)}), Limits(in_flight=8, groups=2)
     start = PipelinePlan(
         {"read": TaskSchedule(), "train": TaskSchedule(globally_ordered=True)},
         deps=[("train", "read")],
@@ -175,7 +173,7 @@ def test_input_gets_a_thread_within_the_limit_on_groups(groups: int, threads: in
         plan,
         costs,
         Ranks(64, slow={"read": (0.02, 4.0)}),
-        Limits(in_flight=8, threads=groups),
+        Limits(in_flight=8, groups=groups),
         streams=False,
         may_run_ahead=True,
         allowed=lambda plan: True,
@@ -200,7 +198,7 @@ def test_run_ahead_is_chosen_before_as_much_slack() -> None:
             plan,
             costs,
             Ranks(64, slow={"read": (0.02, 4.0)}),
-            Limits(in_flight=8, threads=2),
+            Limits(in_flight=8, groups=2),
             streams=True,
             may_run_ahead=may_run_ahead,
             allowed=lambda plan: True,
@@ -221,7 +219,7 @@ def test_a_plan_that_is_not_allowed_is_not_chosen() -> None:
             on_cpu(),
             TWO,
             Ranks(64, slow={"read": (0.02, 4.0)}),
-            Limits(in_flight=8, threads=2),
+            Limits(in_flight=8, groups=2),
             streams=False,
             may_run_ahead=True,
             allowed=allowed,

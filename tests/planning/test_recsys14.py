@@ -31,5 +31,5 @@ def test_without_streams_a_second_thread_helps() -> None:
     assert choice.threads == 2
     assert choice.ii_us < BOUND_US
     assert any(sentence.startswith("Thread 2 earns") for sentence in choice.why)
-    alone = auto_plan(recsys14.plan(), recsys14.costs(), limits=Limits(threads=1), streams=False)
+    alone = auto_plan(recsys14.plan(), recsys14.costs(), limits=Limits(groups=1), streams=False)
     assert alone.ii_us == pytest.approx(125_680)

@@ -83,15 +83,6 @@ def ahead(log: Log) -> SchedulablePipeline:
     )
 
 
-def test_push_overlaps_without_an_iterator() -> None:
-    """None while it fills; ``flush`` returns the last ones."""
-    log = Log()
-    with ahead(log) as pipe:
-        assert [pipe.push(n) for n in range(5)] == [None, None, 0, 1, 2]
-        assert [*pipe.flush()] == [3, 4]
-        assert log.periods("train") == [(n + 2, n) for n in range(5)]
-
-
 def test_after_shutdown_nothing_runs() -> None:
     """Twice is as good as once, and as leaving the block."""
     with ahead(Log()) as pipe:

@@ -188,7 +188,7 @@ def test_serial_ready_made_and_planned_plans_are_tried_in_turns(
     ("plan", "limits", "reason"),
     [
         (UNSAFE, Limits(), "it could give other numbers than the serial loop"),
-        (PREFETCH, Limits(threads=1), "it is above the limits"),
+        (PREFETCH, Limits(groups=1), "it is above the limits"),
         (TWO_READERS, Limits(workers=1), "it is above the limits"),
         (PREFETCH, Limits(frozen=["train"]), "the limits freeze tasks"),
     ],
@@ -210,7 +210,7 @@ def test_threads_get_one_more_iteration_in_flight(monkeypatch: pytest.MonkeyPatc
     assert any("evens out" in sentence for sentence in tuned.why)
     limited = autotune(TASKS, BATCHES, device="cpu", limits=Limits(in_flight=2))
     assert limited.plan.depth == 2
-    alone = autotune(TASKS, BATCHES, device="cpu", limits=Limits(threads=1))
+    alone = autotune(TASKS, BATCHES, device="cpu", limits=Limits(groups=1))
     assert not any("evens out" in sentence for sentence in alone.why)
 
 

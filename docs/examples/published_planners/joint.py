@@ -229,11 +229,11 @@ class SearchSpace:
             name: len(self._shaped(self._first._replace(threads=name)).thread_groups)
             for name in (GIVEN, "default")
         }
-        if min(need.values()) > self._limits.threads:
+        if min(need.values()) > self._limits.groups:
             both = ", ".join(f"{name}: {count}" for name, count in need.items())
             text = (
                 f"every plan needs at least {min(need.values())} thread groups ({both}), "
-                f"but the limit is {self._limits.threads}: allow that many"
+                f"but the limit is {self._limits.groups}: allow that many"
             )
             raise PlanError([Problem(text)])
         ties = resolve_plan(replace(self._plan, order=())).period_order
@@ -262,7 +262,7 @@ class SearchSpace:
             # By thread groups, since several presets may give a plan the same threads.
             groups = tuple(entry.thread_group for entry in shaped.schedule.values())
             key = (groups, layout.streams, layout.priority)
-            if key in self._seen or len(shaped.thread_groups) > self._limits.threads:
+            if key in self._seen or len(shaped.thread_groups) > self._limits.groups:
                 continue
             self._seen.add(key)
             assigned = best_assignment(

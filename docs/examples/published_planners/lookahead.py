@@ -285,10 +285,10 @@ def _too_deep(plan: PipelinePlan, limits: Limits) -> Iterator[Problem]:
 
 def _threads_above(plan: PipelinePlan, limits: Limits) -> Iterator[Problem]:
     groups = plan.thread_groups
-    if len(groups) > limits.threads:
+    if len(groups) > limits.groups:
         yield Problem(
             f"the plan has {len(groups)} thread groups ({', '.join(groups)}), but the limit is "
-            f"{limits.threads}, and lookaheads change none: allow {len(groups)} or more, or use "
+            f"{limits.groups}, and lookaheads change none: allow {len(groups)} or more, or use "
             "fewer groups"
         )
     for name in limits.frozen:

@@ -6,13 +6,12 @@ estimated, so that an estimate can stop as soon as it exceeds the limit. Most mo
 critical task: a task that sets the interval, or that a critical task waits for. No other move can
 shorten the interval.
 
-Runs start alternately from simple schedules and from the incumbent, the best schedule so far. Every
-other run starts with a random distribution of tasks to threads, and keeps it: moves of one or two
-tasks hardly ever find threads that are busy nearly all the time.
+Runs start alternately from a simple schedule and from the incumbent, the best schedule so far.
+Every other run starts with a random distribution of tasks to threads, and keeps it: moves of one or
+two tasks hardly ever find threads that are busy nearly all the time.
 
 The cost is an estimate. If it promises a better interval than that of the incumbent, the schedule
-is simulated. A simulation takes much longer, so it is put off to the end of the run if simulations
-have had their share of the time.
+is simulated, and no schedule twice, because a simulation takes much longer.
 
 Sources: S. Kirkpatrick, C. D. Gelatt, M. P. Vecchi, "Optimization by simulated annealing" (Science
 220, 1983); E. Nowicki and C. Smutnicki, "A fast taboo search algorithm for the job shop problem"
@@ -23,7 +22,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from swpipe.planning.modulo.estimate import Estimator
@@ -57,8 +56,7 @@ class Annealer:
 
     Args:
         estimator: The estimator for the loop, its threads and its depth.
-        simulate: Returns the simulated interval of a schedule, if it is below the second argument;
-            else any value that is not below it.
+        simulate: Returns the simulated interval of a schedule; infinity if there is no plan of it.
         goal_us: The interval in microseconds that ends the search.
 
     Attributes:
@@ -70,7 +68,7 @@ class Annealer:
     def __init__(
         self,
         estimator: Estimator,
-        simulate: Callable[[ModuloSchedule, float], float],
+        simulate: Callable[[ModuloSchedule], float],
         goal_us: float,
     ) -> None:
         self.incumbent: ModuloSchedule | None = None
@@ -83,25 +81,20 @@ class Annealer:
         self._rng = random.Random(1_000 * estimator.threads + estimator.depth)
         self._graph = estimator.graph
         self._operations = self._graph.size * (2 if self._graph.streams else 1)
-        self._simulating = 0
         self._answers: dict[ModuloSchedule, float] = {}
-        self._waiting: ModuloSchedule | None = None
-        self._best_estimate_us = math.inf
 
     @property
     def done(self) -> bool:
         """Whether the goal is reached."""
         return self.ii_us <= self._goal_us * (1 + TOLERANCE)
 
-    def search(self, starts: Sequence[ModuloSchedule], work: float) -> None:
+    def search(self, first: ModuloSchedule, work: float) -> None:
         """Repeat annealing runs until the goal is reached or ``work`` operations are estimated."""
         number = 0
-        while starts and not self.done and self.work < work:
-            # Four runs for each start: two from the start, two from the incumbent; each once with
-            # the given threads and once with random ones.
-            start = starts[number // 4 % len(starts)]
-            if number % 4 > 1 and self.incumbent is not None:
-                start = self.incumbent
+        while not self.done and self.work < work:
+            # Of four runs, two begin with the first schedule, and two with the incumbent; each once
+            # with the given threads and once with random ones.
+            start = first if number % 4 < 2 or self.incumbent is None else self.incumbent
             if number % 2 and self._estimator.threads > 1:
                 self.run(self._distributed(start), work, to_threads=False)
             else:
@@ -138,37 +131,26 @@ class Annealer:
             here.keep()
             cost = new
             critical = estimator.critical()
-        if self._waiting is not None:
-            self._ask(self._waiting)
 
     def _cost(self, here: MovableSchedule, limit: float) -> float:
         """Return the estimated cost, plus the known error of the estimate if it was simulated."""
         estimator = self._estimator
         self.work += self._operations
         cost = estimator.cost(here.order, here.thread, here.stage, limit)
-        if cost > limit or estimator.ii_us >= self._best_estimate_us * (1 - TOLERANCE):
-            return cost
         estimate_us = estimator.ii_us
-        # Simulations get at most half of the work. The last schedule that was put off is simulated
-        # when the run ends.
-        if 2 * self._simulating > self.work:
-            self._waiting = here.schedule
-            self._best_estimate_us = estimate_us
+        if cost > limit or estimate_us >= self.ii_us * (1 - TOLERANCE):
             return cost
         return cost + max(0.0, self._ask(here.schedule) - estimate_us)
 
     def _ask(self, schedule: ModuloSchedule) -> float:
         """Return the simulated interval; a better one makes the schedule the incumbent."""
         if schedule not in self._answers:
-            self._simulating += _SIMULATION * self._operations
             self.work += _SIMULATION * self._operations
-            self._answers[schedule] = self._simulate(schedule, self.ii_us)
+            self._answers[schedule] = self._simulate(schedule)
         ii_us = self._answers[schedule]
         if ii_us < self.ii_us * (1 - TOLERANCE):
             self.incumbent = schedule
             self.ii_us = ii_us
-        self._waiting = None
-        self._best_estimate_us = self.ii_us
         return ii_us
 
     def _distributed(self, start: ModuloSchedule) -> ModuloSchedule:

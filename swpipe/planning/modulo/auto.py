@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
@@ -34,7 +35,7 @@ from swpipe.planning.modulo.schedule_graph import (
     least_stages,
     schedule_graph,
 )
-from swpipe.planning.modulo.search import MOST_AHEAD, FoundPlan, Search
+from swpipe.planning.modulo.search import LIMITS_SHARE, FoundPlan, Search
 from swpipe.planning.rank_simulation import rank_step
 from swpipe.planning.ranks import Ranks, RankStep
 from swpipe.planning.simulation.interval import interval_us
@@ -105,9 +106,8 @@ def auto_plan(
 ) -> Choice:
     """Plan a loop by modulo scheduling.
 
-    The planner chooses stages, thread groups, order and depth. It also chooses ``run_ahead``, if
-    ``plan`` does not set it and more than the default makes iterations shorter. Dependences,
-    streams, global order and ``stale`` and ``newer`` stay as they are. A pair of
+    The planner chooses stages, thread groups, order and depth. Dependences, streams, global order,
+    ``run_ahead``, ``stale`` and ``newer`` stay as they are. A pair of
     ``same_period_deps`` keeps the distance that the stages of ``plan`` give it. If ``costs`` has a
     cost of ``PULL``, a thread group of its own pulls the batches where that makes iterations
     shorter: the loader must use nothing that the tasks change. A thread that is always busy gets
@@ -130,8 +130,8 @@ def auto_plan(
             for 14 tasks, ten seconds for 200 and a minute for 1,000.
         body: Whether the loop has a body, as with ``iterate()`` and ``progress()``; False for
             ``run()``.
-        slack: The fraction by which the interval may be longer if tasks of one stage then share a
-            thread; 0.01 is 1%.
+        slack: The fraction by which the interval may be longer if fewer threads then suffice; 0.01
+            is 1%.
         ranks: Ranks to plan for: batches are made ahead of the first task that meets other ranks,
             and the host runs ahead of the device, as far as this makes the step of the ranks
             shorter. ``ii_us`` and ``bounds`` remain those of one rank.
@@ -197,7 +197,7 @@ class _Planner:
         best = self._choice()
         pull = self.costs.tasks.get(PULL, TaskCost())
         # A group that pulls needs a second thread and a second iteration in flight.
-        apart = self.plan.pull_group is None and min(self.limits.threads, self.limits.in_flight) > 1
+        apart = self.plan.pull_group is None and min(self.limits.groups, self.limits.in_flight) > 1
         if apart and pull.host_us:
             other = replace(self.plan, pull_group=PULL_GROUP, pipeline_depth=None)
             pulling = replace(self, plan=other)._choice()
@@ -208,17 +208,13 @@ class _Planner:
                     f"Batches are pulled on a thread of their own, which earns {in_ms(saved_us)}."
                 )
                 best = replace(pulling, why=(*pulling.why, words))
-        effects = self.effects
-        if effects is None:
+        # The bound knows of workers: a plan that reaches it needs none.
+        if best.gap <= TOLERANCE or not self.concurrent:
             return best
-        found = self._by_workers(best, effects)
-        if found.gap > TOLERANCE and self.concurrent:
-            # The best groups of one worker each need not be the best of several: a group has
-            # workers only if each of its tasks may have them.
-            regrouped = self._by_workers(self._grouped_for_workers(best), effects)
-            if regrouped.ii_us < found.ii_us:
-                found = regrouped
-        return found
+        # The best groups of one worker each need not be the best of several: a group has workers
+        # only if each of its tasks may have them.
+        grouped = (best, self._grouped_for_workers(best))
+        return min(map(self._by_workers, grouped), key=lambda choice: choice.ii_us)
 
     @property
     def concurrent(self) -> tuple[str, ...]:
@@ -227,6 +223,7 @@ class _Planner:
             return ()
         pairs = conflicts(self.effects)
         alone = {pair.consumer for pair in pairs if pair.consumer == pair.producer}
+        # Frozen tasks are on the caller's thread, which has no workers.
         alone.update(self.limits.frozen)
         return tuple(name for name in self.plan.schedule if name not in alone)
 
@@ -245,11 +242,11 @@ class _Planner:
         why = (_above(ii_us, best.bounds), self._one_by_one())
         return replace(best, plan=plan, ii_us=ii_us, why=why)
 
-    def _by_workers(self, best: Choice, effects: EffectTable) -> Choice:
+    def _by_workers(self, best: Choice) -> Choice:
         """Return the plan with more workers in busy groups, while each worker makes it faster."""
         fastest = best
         # Greedy, one worker at a time.
-        while (faster := self._by_one_worker(fastest, effects)) is not None:
+        while (faster := self._by_one_worker(fastest)) is not None:
             fastest = faster
         if fastest is best:
             return best
@@ -262,7 +259,7 @@ class _Planner:
         above = _above(fastest.ii_us, fastest.bounds)
         return replace(fastest, why=(above, *best.why[1:], why))
 
-    def _by_one_worker(self, choice: Choice, effects: EffectTable) -> Choice | None:
+    def _by_one_worker(self, choice: Choice) -> Choice | None:
         """Return a faster plan with one more worker in each busy group, if there is one."""
         schedule = choice.plan.schedule
         load: dict[str, float] = defaultdict(float)
@@ -273,11 +270,21 @@ class _Planner:
         busy = {group for group, us in load.items() if us >= least_us}
         for plan in _with_one_more(choice.plan, busy) if busy else ():
             # More workers may need a greater depth, and may change the order that effects require.
-            if self.limits.allow(plan) and _keeps(plan, effects, self.streams):
+            if self.limits.allow(plan) and self._keeps(plan):
                 ii_us = self._interval_us(plan)
                 if ii_us < least_us:
                     return replace(choice, plan=plan, ii_us=ii_us)
         return None
+
+    def _keeps(self, plan: PipelinePlan) -> bool:
+        """Return whether a plan can run and keeps the serial order wherever the order matters."""
+        if self.effects is None:
+            return True
+        try:
+            before = HappensBefore.of(validate(plan), streams=self.streams)
+        except PlanError:
+            return False
+        return not violations(required_orders(self.effects, plan.stale, plan.newer), [before])
 
     def _interval_us(self, plan: PipelinePlan) -> float:
         return interval_us(plan, self.costs, streams=self.streams)
@@ -294,46 +301,37 @@ class _Planner:
         # The group that pulls takes one thread, and the batch that it pulls ahead is one iteration
         # in flight.
         if plan.pull_group is not None:
-            if min(limits.threads, limits.in_flight) == 1:
+            if min(limits.groups, limits.in_flight) == 1:
                 text = (
                     f"pull_group {plan.pull_group!r} is a second thread group, and pulls a second "
-                    "iteration: set the limits on threads and in_flight to 2 or more, or leave it "
+                    "iteration: set the limits groups and in_flight to 2 or more, or leave it "
                     "out"
                 )
                 raise PlanError([Problem(text)])
-            limits = replace(limits, in_flight=limits.in_flight - 1, threads=limits.threads - 1)
-        graph = schedule_graph(validate(plan), self.costs, limits, streams=self.streams)
+            limits = replace(limits, in_flight=limits.in_flight - 1, groups=limits.groups - 1)
+        graph = schedule_graph(
+            validate(plan), self.costs, streams=self.streams, frozen=limits.frozen
+        )
         # First rule out limits without any plan, so that the search always has one to begin with.
         _admits(graph, limits)
         search = Search(plan, self.costs, graph, self.effort)
-        least = search.together(_least(search, limits), self.slack)
-        best = search.further_ahead(least)
-        chooses_ahead = plan.run_ahead is None and graph.run_ahead is not None
-        # A bound for the plan that was found must also hold for the largest ``run_ahead`` that was
-        # tried.
-        freest = replace(graph, run_ahead=MOST_AHEAD) if chooses_ahead else graph
+        best = _least(search, limits, self.slack)
         bounds = bounds_of(
-            freest,
-            limits.threads,
+            graph,
+            limits.groups,
             limits.in_flight,
             concurrent=self.concurrent,
             workers=limits.workers,
         )
-        why = [*_why(best, bounds, search), self._one_by_one()]
-        if best is not least:
-            why.append(
-                f"The host may run {best.plan.run_ahead} iterations ahead of the device, which "
-                f"earns {in_ms(least.ii_us - best.ii_us)}."
-            )
-        return Choice(best.plan, best.ii_us, bounds, tuple(why))
+        why = (*_why(best, bounds, search), self._one_by_one())
+        return Choice(best.plan, best.ii_us, bounds, why)
 
     def fitting(self, free: Choice, max_bytes: int) -> Choice:
         """Return the fastest plan found that holds at most ``max_bytes``, by the simulator.
 
         The fastest plan for each number of iterations in flight is tried, from the largest number
-        to the smallest: unchanged, and with less ``run_ahead`` and depth. A plan with fewer
-        iterations in flight is not faster than one with more, so the search ends soon after the
-        first plan that fits.
+        to the smallest: unchanged, and with less ``run_ahead`` and depth. The search ends where
+        plans with fewer iterations in flight are no faster than one that fits.
 
         Args:
             free: The fastest plan found without a limit on memory.
@@ -342,23 +340,17 @@ class _Planner:
         Raises:
             PlanError: No plan was found that fits; the message has the smallest peak.
         """
-        best: Choice | None = None
+        best = replace(free, ii_us=math.inf)
         least = 0
         for candidate in self._of_less_depth(free):
-            if best is not None and candidate.ii_us >= best.ii_us:
+            if candidate.ii_us >= best.ii_us:
                 break
             for plan in _smaller(candidate.plan, streams=self.streams):
                 size = self._bytes(plan)
                 least = min(least or size, size)
-                if size <= max_bytes:
-                    ii_us = self._interval_us(plan)
-                    if best is None or ii_us < best.ii_us:
-                        best = replace(free, plan=plan, ii_us=ii_us)
-                    if plan.run_ahead == candidate.plan.run_ahead:
-                        # If the plan keeps its whole ``run_ahead``, no smaller plan is faster.
-                        # Otherwise a plan of less depth that keeps it may be.
-                        break
-        if best is None:
+                if size <= max_bytes and (ii_us := self._interval_us(plan)) < best.ii_us:
+                    best = replace(free, plan=plan, ii_us=ii_us)
+        if math.isinf(best.ii_us):
             text = (
                 f"no plan was found that holds max_bytes of {in_bytes(max_bytes)} at most; the "
                 f"smallest peak found is {in_bytes(least)}, {least} bytes: allow that, or take "
@@ -377,9 +369,8 @@ class _Planner:
 
         # Slack adds iterations in flight, so order and memory have to be checked again.
         def allowed(plan: PipelinePlan) -> bool:
-            keeps = self.effects is None or _keeps(plan, self.effects, self.streams)
             most = self.limits.max_bytes
-            return keeps and (most is None or self._bytes(plan) <= most)
+            return self._keeps(plan) and (most is None or self._bytes(plan) <= most)
 
         chosen, why = with_slack(
             free.plan,
@@ -402,7 +393,7 @@ class _Planner:
         # The last attempt is the serial plan: one iteration on one thread.
         depths = range(free.in_flight - 1, 0, -1)
         fewer = [replace(self.limits, in_flight=depth) for depth in depths]
-        for limits in (*fewer, replace(self.limits, in_flight=1, threads=1)):
+        for limits in (*fewer, replace(self.limits, in_flight=1, groups=1)):
             # The limits may admit no plan with so few iterations in flight.
             with suppress(PlanError):
                 yield replace(self, limits=limits).best()
@@ -421,15 +412,6 @@ def _with_one_more(plan: PipelinePlan, groups: Set[str]) -> Iterator[PipelinePla
                 workers = schedule[name].workers + 1
                 schedule[name] = replace(schedule[name], stage=stage, workers=workers)
         yield replace(plan, schedule=schedule, pipeline_depth=None)
-
-
-def _keeps(plan: PipelinePlan, effects: EffectTable, streams: bool) -> bool:
-    """Return whether a plan can run and keeps the serial order wherever the order matters."""
-    try:
-        before = HappensBefore.of(validate(plan), streams=streams)
-    except PlanError:
-        return False
-    return not violations(required_orders(effects, plan.stale, plan.newer), [before])
 
 
 def shared_with_body(pairs: Iterable[Conflict]) -> dict[str, set[Location]]:
@@ -477,26 +459,30 @@ def beside_the_others(limits: Limits, effects: EffectTable) -> tuple[Limits, lis
     return replace(limits, frozen=tuple(dict.fromkeys((*limits.frozen, *shared)))), why
 
 
-def _least(search: Search, limits: Limits) -> FoundPlan:
+def _least(search: Search, limits: Limits, slack: float) -> FoundPlan:
     """Return the plan of the least interval; among equals, of the least depth, then threads."""
-    best = search.best(limits.threads, limits.in_flight)
+    best = search.best(limits.groups, limits.in_flight)
     # Tighten one limit at a time: first the depth, since each iteration in flight holds a batch in
     # memory, then the threads.
-    while best.depth > 1 and (better := _beating(best, search, limits.threads, best.depth - 1)):
+    while best.depth > 1 and (better := _within(search, best, limits.groups, best.depth - 1)):
         best = better
     for threads in range(1, best.schedule.threads):
-        if better := _beating(best, search, threads, best.depth):
-            return better
-    return best
+        if better := _within(search, best, threads, best.depth, slack):
+            best = better
+            break
+    return search.tidy(best)
 
 
-def _beating(best: FoundPlan, search: Search, threads: int, depth: int) -> FoundPlan | None:
-    """Return a plan found under tighter limits that beats the best plan, or None."""
+def _within(
+    search: Search, best: FoundPlan, threads: int, depth: int, slack: float = 0.0
+) -> FoundPlan | None:
+    """Return a plan found under tighter limits that is no slower than the best one, or None."""
+    most_us = best.ii_us * (1 + slack + TOLERANCE)
     # The bound is cheap, and often proves that the limits are too tight.
-    if search.bound_us(threads, depth) > best.ii_us * (1 + TOLERANCE):
+    if search.bound_us(threads, depth) > most_us:
         return None
-    better = search.reach(best.ii_us, threads, depth, share=0.5)
-    return better if better is not None and better.beats(best) else None
+    plan = search.reach(best.ii_us, threads, depth, share=LIMITS_SHARE)
+    return plan if plan is not None and plan.ii_us <= most_us else None
 
 
 def _admits(graph: ScheduleGraph, limits: Limits) -> None:
@@ -513,19 +499,15 @@ def _admits(graph: ScheduleGraph, limits: Limits) -> None:
     late = [graph.names[v] for v, stage in stages.items() if stage > 0]
     least = max(graph.least_stages) + 1
     if least > limits.in_flight:
-        text = (
-            f"the limit of {counted(limits.in_flight, 'iteration')} in flight admits no plan: "
-            f"same_period_deps reach into later iterations ({pairs}); set in_flight to {least} or "
-            "more"
-        )
+        what = f"the limit of {counted(limits.in_flight, 'iteration')} in flight admits no plan"
+        mend = f"set in_flight to {least} or more"
     elif late:
-        text = (
-            f"the limits freeze {listed(sorted(graph.names[v] for v in graph.frozen))} in the last "
-            f"stage, but {listed(late)} must be in a later one: same_period_deps reach into later "
-            f"iterations ({pairs}); leave a task of these pairs out of frozen"
-        )
+        frozen = listed(sorted(limits.frozen))
+        what = f"the limits freeze {frozen} in the last stage, but {listed(late)} must be later"
+        mend = "leave a task of these pairs out of frozen"
     else:
         return
+    text = f"{what}: same_period_deps reach into later iterations ({pairs}); {mend}"
     raise PlanError([Problem(text, tuple(dict.fromkeys(n for pair in reaching for n in pair)))])
 
 

@@ -32,9 +32,15 @@ from swpipe.analysis.validation import validate
 from swpipe.core.costs import CostModel
 from swpipe.core.messages import in_ms
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
-from swpipe.planning.limits import Limits
 from swpipe.planning.modulo.schedule_graph import ScheduleGraph, schedule_graph
-from swpipe.planning.simulation.cycles import TICKS_PER_US, Arc, ArcCycle, heaviest_cycle, ticks
+from swpipe.planning.simulation.cycles import (
+    TICKS_PER_US,
+    Arc,
+    ArcCycle,
+    heaviest_cycle,
+    in_words,
+    ticks,
+)
 
 _EPS_US = 1e-6
 
@@ -101,8 +107,7 @@ def lower_bounds(
     """
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}: give 1 or more, since the caller's thread counts")
-    # The default limits have more than one thread, so that resources of several threads count.
-    graph = schedule_graph(validate(plan), costs, Limits(), streams=streams)
+    graph = schedule_graph(validate(plan), costs, streams=streams)
     if threads is not None:
         return bounds_of(graph, threads)
     load: dict[str, dict[str, float]] = defaultdict(dict)
@@ -111,7 +116,7 @@ def lower_bounds(
     if graph.pull_us and plan.pull_group is None:
         load[f"thread {DEFAULT_GROUP!r}"][PULL] = graph.pull_us
     threads_us = {f"{what}: {', '.join(us)}": sum(us.values()) for what, us in load.items()}
-    return _bounds(graph, threads_us, _heaviest(graph, None))
+    return _bounds(graph, threads_us, None)
 
 
 def bounds_of(
@@ -133,15 +138,15 @@ def bounds_of(
         concurrent: The tasks whose group may have several workers.
         workers: The most workers of a group; the caller's thread is alone.
     """
-    host_us = dict(zip(graph.names, graph.host_us, strict=True))
+    host_us = dict(zip(graph.names, graph.host_us, strict=False))
     if graph.pull_group is None:
         host_us[PULL] = graph.pull_us
-    if workers == 1 or threads == 1:
+    if threads == 1:
         concurrent = ()
     # Two bounds for threads: a task is not split, and the busiest thread has at least the least
     # load. Tasks that may have workers do not count for these.
     one_us = {name: us for name, us in host_us.items() if name not in concurrent}
-    alone = replace(graph, host_us=tuple(one_us.get(name, 0.0) for name in graph.names))
+    alone = replace(graph, host_us=tuple(one_us.get(n, 0.0) for n in graph.names[: graph.size]))
     count = "the one thread" if threads == 1 else f"{threads} threads"
     tasks = "all tasks of one worker" if concurrent else "all tasks"
     threads_us = {f"{count}: {tasks}": least_load(alone, threads)}
@@ -154,16 +159,10 @@ def bounds_of(
     if concurrent:
         words = f"{count} of {workers} workers each, but for the caller's: all tasks"
         threads_us[words] = sum(host_us.values()) / (1 + (threads - 1) * workers)
-    # The cycle without a depth is preferred on equal terms: its text names dependences only.
-    cycle = _heaviest(graph, None)
-    if depth is not None:
-        through = _heaviest(graph, depth)
-        if through is not None and (cycle is None or through.ratio_us > cycle.ratio_us):
-            cycle = through
-    return _bounds(graph, threads_us, cycle)
+    return _bounds(graph, threads_us, depth)
 
 
-def _bounds(graph: ScheduleGraph, threads_us: dict[str, float], cycle: ArcCycle | None) -> Bounds:
+def _bounds(graph: ScheduleGraph, threads_us: dict[str, float], depth: int | None) -> Bounds:
     # Round to ticks, as the times in cycles are: the two bounds can then be compared exactly.
     load = {what: ticks(us) for what, us in threads_us.items()}
     if graph.pull_group is not None:
@@ -172,6 +171,7 @@ def _bounds(graph: ScheduleGraph, threads_us: dict[str, float], cycle: ArcCycle 
         tasks = ", ".join(graph.names[v] for v, us in users.items() if us)
         load[f"{name}: {tasks}"] = sum(map(ticks, users.values()))
     busiest = max(load, key=lambda what: load[what])
+    cycle = _heaviest(graph, depth)
     words = "" if cycle is None else _words(graph, cycle)
     rec_mii_us = 0.0 if cycle is None else cycle.ratio_us
     return Bounds(load[busiest] / TICKS_PER_US, rec_mii_us, busiest, words)
@@ -224,42 +224,21 @@ def least_load(graph: ScheduleGraph, threads: int) -> float:
 
 def _heaviest(graph: ScheduleGraph, depth: int | None) -> ArcCycle | None:
     """Return the heaviest cycle of dependences and, with a depth, of admission and retirement."""
-    n = graph.size
-    place = {v: 2 * k for k, v in enumerate(graph.serial)}
-    arcs = [Arc(e.tail, e.head, ticks(e.time_us), e.distance) for e in graph.edges]
+    count = len(graph.names)
+    along = (graph.admit, *graph.serial, graph.retire)
+    place = {v: 2 * k for k, v in enumerate(along)}
+    back = [] if depth is None else graph.frame_edges(depth)
+    edges = [*graph.edges, *back]
     # Bellman-Ford is fast if the arcs are sorted along the serial order.
-    arcs.sort(key=lambda arc: place[arc.tail % n] + arc.tail // n)
-    if depth is None:
-        return heaviest_cycle(2 * n, arcs)
-    # Three extra nodes: ``<admit>``, ``<retire>`` on the host, and ``<retire>`` on the device.
-    # Every iteration passes them, and the two arcs back to ``<admit>`` limit the iterations in
-    # flight.
-    admit = 2 * n
-    retire = 2 * n + 1
-    done = 2 * n + 2
-    tasks = range(n)
-    arcs = [
-        *(Arc(admit, v, 0, 0) for v in tasks),
-        *arcs,
-        *(Arc(v, retire, ticks(graph.host_us[v]), 0) for v in tasks),
-        Arc(retire, admit, 0, depth),
-    ]
-    if graph.run_ahead is not None:
-        arcs += [Arc(n + v, done, ticks(graph.device_us[v]), 0) for v in tasks]
-        arcs += [Arc(done, admit, 0, depth + graph.run_ahead)]
-    return heaviest_cycle(2 * n + 3, arcs)
+    edges.sort(key=lambda edge: place[edge.tail % count] + edge.tail // count)
+    arcs = [Arc(tail, head, ticks(us), distance) for tail, head, us, distance in edges]
+    return heaviest_cycle(2 * count, arcs)
 
 
 def _words(graph: ScheduleGraph, cycle: ArcCycle) -> str:
-    n = graph.size
-    names = (*graph.names, *graph.names, "<admit>", "<retire>", "<retire>")
-    words: list[str] = []
-    iteration = 0
-    # A task may be passed by its host and by its device operation: name it once.
-    for arc in (*cycle.arcs, cycle.arcs[0]):
-        word = f"{names[arc.tail]} i{iteration:+d}" if iteration else f"{names[arc.tail]} i"
-        words += [word] if word not in words[-1:] else []
-        iteration += arc.distance
-    sides = {"host" if arc.tail < n else "device" for arc in cycle.arcs if arc.tail < 2 * n}
+    count = len(graph.names)
+    # A task may be passed by its host and by its device operation.
+    steps = [(graph.names[arc.tail % count], arc.distance) for arc in (*cycle.arcs, cycle.arcs[0])]
+    sides = {"host" if arc.tail < count else "device" for arc in cycle.arcs}
     by = f", by {sides.pop()} time" if graph.streams and len(sides) == 1 else ""
-    return f"a cycle of dependences{by}: {' -> '.join(words)}"
+    return f"a cycle of dependences{by}: {in_words(steps)}"

@@ -10,9 +10,8 @@ A dependence of lag 0 delays a task in this period; one of lag 1 or more binds a
 the interval is, roughly, the greatest of
 
 - the time of each row from its first start to its last end,
-- for a dependence of lag k, the time between its two ends divided by k,
-- the time between ``<admit>`` and ``<retire>``, which are both on the caller's thread and ``depth``
-  periods apart for an iteration. The device may finish the iteration ``run_ahead`` periods later.
+- for a dependence of lag k, the time between its two ends divided by k; every task depends on
+  ``<admit>``, and ``<retire>`` on every task; both are on the caller's thread.
 
 The estimate is not a proof: rows may shift against each other and do better, and a resource that
 several threads request is granted in the order of the requests, not of the plan. The simulator
@@ -57,38 +56,39 @@ class Estimator:
     """
 
     def __init__(self, graph: ScheduleGraph, threads: int, depth: int) -> None:
-        n = graph.size
         self.graph = graph
         self.threads = threads
         self.depth = depth
         self.ii_us = math.inf
         self._rows = threads + len(graph.uses)
-        self._callers_row = -1
         # All that does not depend on the schedule is computed once, because ``cost`` runs for each
         # move.
-        into: list[list[_Into]] = [[] for _ in range(2 * n)]
-        for tail, head, time_us, distance in graph.edges:
-            if tail % n != head % n or head >= n:
-                over = graph.handover_us if head < n else 0.0
-                into[head].append(_Into(tail, tail % n, time_us, over, distance))
-        # Row -1 stands for the thread of the task, which the schedule chooses.
-        held = [[(-1, us)] for us in graph.launch_us]
+        count = len(graph.names)
+        into: list[list[_Into]] = [[] for _ in range(2 * count)]
+        for tail, head, time_us, distance in (*graph.edges, *graph.frame_edges(depth)):
+            if tail % count != head % count or head >= count:
+                over = graph.handover_us if head < count else 0.0
+                into[head].append(_Into(tail, tail % count, time_us, over, distance))
+        # Row -1 stands for the thread of the task, which the schedule chooses. <admit> and <retire>
+        # take no time on it.
+        held = [[(-1, us)] for us in (*graph.launch_us, 0.0, 0.0)]
         held += [[(-1, us)] if v in graph.blocks else [] for v, us in enumerate(graph.device_us)]
+        held += [[], []]
         for row, (name, uses) in enumerate(graph.uses.items(), threads):
-            if name == CALLERS_STREAM:
-                self._callers_row = row
             for operation, us in uses.items():
                 held[operation].append((row, us))
-        # A task's host work (number v) comes before its device work (number n + v).
-        operations = 2 * n if graph.streams else n
+            if name == CALLERS_STREAM:
+                # <retire> is the last operation in the caller's stream.
+                held[graph.device(graph.retire)].append((row, 0.0))
+        operations = 2 * count if graph.streams else count
         self._operations = [
-            [(v, into[v], held[v]) for v in range(task, operations, n)] for task in range(n)
+            [(v, into[v], held[v]) for v in range(task, operations, count)] for task in range(count)
         ]
-        self._at = [0.0] * (2 * n)
-        self._cause = [-1] * (2 * n)
+        self._at = [0.0] * (2 * count)
+        self._cause = [-1] * (2 * count)
         self._limiting = -1
 
-    def cost(  # noqa: C901 - the inner loop of the search: calls would double its time
+    def cost(
         self,
         order: Sequence[int],
         thread: Sequence[int],
@@ -101,24 +101,17 @@ class Estimator:
         """
         at = self._at
         cause = self._cause
-        handover_us = self.graph.handover_us
         free = [0.0] * self._rows
         first = [-1.0] * self._rows
         last = [-1] * self._rows
         # The caller's thread begins with ``<retire>`` of the period before.
         first[0] = 0.0
-        admit = -1.0 if self.graph.streams else 0.0
-        newest = max(stage) - self.depth + 1
+        order, thread, stage = self._framed(order, thread, stage)
         later: list[tuple[int, int, _Into]] = []
         for task in order:
             mine = thread[task]
             s = stage[task]
             start = 0.0
-            # The newest stage is admitted in this period, so its tasks start after ``<admit>``.
-            if s == newest:
-                if admit < 0:
-                    admit = free[0]
-                start = admit + handover_us if mine else admit
             for operation, into, held in self._operations[task]:
                 because = -1
                 for edge in into:
@@ -149,22 +142,35 @@ class Estimator:
                         first[k] = start
                     elif start + time_us - first[k] > limit_us:
                         return math.inf
-        us = self._later_time(self._row_time(free, first, last), later, thread)
-        if us > limit_us:
-            return us
-        admit = admit if admit >= 0 else free[0]
-        self.ii_us = self._frame_time(us, thread, stage, admit, free[0], first)
+        self.ii_us = self._later_time(self._row_time(free, first, last), later, thread)
         idle = sum(free[k] - first[k] for k in range(self.threads) if first[k] >= 0)
         return self.ii_us + _IDLE_WEIGHT * idle / self.threads
+
+    def _framed(
+        self, order: Sequence[int], thread: Sequence[int], stage: Sequence[int]
+    ) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+        """Return the order, threads and stages with those of ``<admit>`` and ``<retire>``."""
+        oldest = max(stage)
+        newest = oldest - self.depth + 1
+        place = 0
+        if self.graph.streams:
+            # The new iteration is admitted right before its first task, so that the device has work
+            # while the host waits.
+            of_newest = (k for k, v in enumerate(order) if stage[v] == newest)
+            place = next(of_newest, len(order))
+        admit = self.graph.admit
+        framed = [*order[:place], admit, *order[place:], self.graph.retire]
+        return framed, [*thread, 0, 0], [*stage, newest, oldest]
 
     def critical(self) -> list[int]:
         """Return the tasks that set the last estimate's interval, each waiting for the next."""
         operation = self._limiting
         tasks = []
         while operation >= 0:
-            tasks.append(operation % self.graph.size)
+            tasks.append(operation % len(self.graph.names))
             operation = self._cause[operation]
-        return tasks or list(range(self.graph.size))
+        size = self.graph.size
+        return [v for v in tasks if v < size] or list(range(size))
 
     def _row_time(
         self, free: Sequence[float], first: Sequence[float], last: Sequence[int]
@@ -180,56 +186,13 @@ class Estimator:
     def _later_time(
         self, us: float, later: Sequence[tuple[int, int, _Into]], thread: Sequence[int]
     ) -> float:
-        n = self.graph.size
+        count = len(self.graph.names)
         at = self._at
         for head, lag, (tail, producer, time_us, across_us, _) in later:
             after = at[tail] + time_us - at[head]
-            if thread[producer] != thread[head % n]:
+            if thread[producer] != thread[head % count]:
                 after += across_us
             if after > us * lag:
                 us = after / lag
                 self._limiting = tail
-        return us
-
-    def _frame_time(
-        self,
-        us: float,
-        thread: Sequence[int],
-        stage: Sequence[int],
-        admit: float,
-        retire: float,
-        first: Sequence[float],
-    ) -> float:
-        """Return the interval, raised to what ``<admit>`` and ``<retire>`` require."""
-        graph = self.graph
-        at = self._at
-        n = self.graph.size
-        over = self.graph.handover_us
-        oldest = max(stage)
-        newest = oldest - self.depth + 1
-        ends = [at[v] + host + (over if thread[v] else 0.0) for v, host in enumerate(graph.host_us)]
-        for v in graph.blocks:
-            ends[v] = at[n + v] + graph.device_us[v] + (over if thread[v] else 0.0)
-        # ``<retire>`` waits for all tasks of the oldest stage. Tasks of earlier stages have more
-        # periods.
-        closed = max([retire, *(ends[v] for v in range(n) if stage[v] == oldest)])
-        late = [end - closed for end in ends]
-        us = max(us, closed)
-        if graph.streams:
-            ends = [at[n + v] + device for v, device in enumerate(graph.device_us)]
-            callers = graph.on_callers_stream
-            of_oldest = (ends[v] for v in range(n) if stage[v] == oldest or v in callers)
-            done = max([closed, *of_oldest])
-            late = [max(host, end - done) for host, end in zip(late, ends, strict=True)]
-            if graph.run_ahead is not None:
-                us = max(us, (done + over - admit) / (1 + graph.run_ahead))
-            # ``<retire>`` is the last operation in the caller's stream, whose first one waits for
-            # it.
-            if self._callers_row >= 0:
-                us = max(us, done - first[self._callers_row])
-        for v in range(n):
-            if stage[v] > newest and (admit + over - at[v]) > us * (stage[v] - newest):
-                us = (admit + over - at[v]) / (stage[v] - newest)
-            if stage[v] < oldest and late[v] > us * (oldest - stage[v]):
-                us = late[v] / (oldest - stage[v])
         return us

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 from swpipe.analysis.validation import validate
@@ -26,7 +26,6 @@ from swpipe.core.plan import PULL, PipelinePlan
 from swpipe.core.resolved import dependences_of, resolve_plan
 from swpipe.errors import PlanError
 from swpipe.planning.limits import Limits
-from swpipe.planning.modulo.modulo_schedule import ahead_of
 from swpipe.planning.rank_simulation import step_us
 from swpipe.planning.ranks import Ranks
 from swpipe.program import compile_plan
@@ -54,11 +53,6 @@ class SlackPlan(NamedTuple):
         parts = [batches] * bool(self.slack)
         parts += [f"run_ahead={self.plan.run_ahead}"] * (self.plan.run_ahead is not None)
         return " and ".join(parts) or "another order"
-
-    def why(self, given_us: float, ranks: Ranks) -> str:
-        """Return a sentence that says how much shorter a step is."""
-        saved = in_ms(given_us - self.step_us)
-        return f"With {self.words} the step of {ranks.number:,} ranks is {saved} shorter."
 
 
 def with_slack(
@@ -104,18 +98,18 @@ def with_slack(
     candidates.sort(key=lambda candidate: (ahead_of(candidate[0]), candidate[1]))
     # The largest plan that is allowed absorbs most, so it shows what can be gained. A simulation of
     # ranks takes long: the search stops at the first plan that is as good.
-    tried = [given, *islice(trials(reversed(candidates)), 1)]
-    goal_us = min(trial.step_us for trial in tried) * (1 + _AS_GOOD)
-    for trial in trials(candidates) if given.step_us > goal_us else ():
-        tried.append(trial)
-        if trial.step_us <= goal_us:
-            break
-    most_us = min(trial.step_us for trial in tried) * (1 + _AS_GOOD)
-    as_good = [trial for trial in tried if trial.step_us <= most_us]
-    best = min(as_good, key=lambda trial: ahead_of(trial.plan))
+    largest = islice(trials(reversed(candidates)), 1)
+    goal_us = min(trial.step_us for trial in (given, *largest)) * (1 + _AS_GOOD)
+    best = next(each for each in chain([given], trials(candidates)) if each.step_us <= goal_us)
     if best is given:
         return best, "More input slack takes no waiting away."
-    return best, best.why(given.step_us, ranks)
+    saved = in_ms(given.step_us - best.step_us)
+    return best, f"With {best.words} the step of {ranks.number:,} ranks is {saved} shorter."
+
+
+def ahead_of(plan: PipelinePlan) -> int:
+    """Return the number of iterations from the last that the device has finished to the newest."""
+    return plan.depth + (plan.launch_limit or 0)
 
 
 def _plans(
@@ -134,7 +128,7 @@ def _plans(
         groups = {schedule[name].thread_group for name in tasks}
         shared = any(e.thread_group in groups for n, e in schedule.items() if n not in tasks)
         # The threads of workers are of one group.
-        if slack and shared and len(plan.thread_groups) < limits.threads:
+        if slack and shared and len(plan.thread_groups) < limits.groups:
             # On a thread with a task that meets other ranks, the input would wait for the slowest
             # rank.
             group = next(name for name in _GROUPS if name not in plan.thread_groups)

@@ -29,42 +29,22 @@ class ModuloSchedule:
         """The number of thread groups that the schedule takes, including the caller's."""
         return len({0, *self.thread})
 
-    @property
-    def parts(self) -> int:
-        """The number of groups of tasks that share a stage and a thread."""
-        return len(set(zip(self.thread, self.stage, strict=True)))
-
     def from_stage_0(self) -> ModuloSchedule:
         """Return the same schedule, with its first stage moved to 0."""
         first = min(self.stage)
         return replace(self, stage=tuple(stage - first for stage in self.stage))
 
 
-def ahead_of(plan: PipelinePlan) -> int:
-    """Return the number of iterations from the last that the device has finished to the newest."""
-    return plan.depth + (plan.launch_limit or 0)
-
-
-def serial_schedule(graph: ScheduleGraph) -> ModuloSchedule:
-    """Return the schedule of all tasks on the caller's thread, in as few stages as possible."""
-    stages = graph.least_stages
-    # Later stages first: in a period they work on older iterations, which is the serial order.
-    rank = {v: (-stages[v], place) for place, v in enumerate(graph.serial)}
-    return ModuloSchedule((0,) * graph.size, stages, period_order_of(graph, stages, rank))
-
-
-def period_order_of(
-    graph: ScheduleGraph, stages: Sequence[int], rank: Mapping[int, tuple[int, ...]]
-) -> tuple[int, ...]:
-    """Return the tasks in the order of a period, by least rank as far as dependences allow.
+def period_order_of(graph: ScheduleGraph, stages: Sequence[int]) -> tuple[int, ...]:
+    """Return the tasks in the order of a period: serial as far as dependences allow.
 
     Raises:
         CycleError: The dependences within a period form a cycle.
     """
     # Only dependences of lag 0 order two tasks within a period.
-    edges = [(c, p) for c, p, d in graph.deps if stages[c] - stages[p] + d == 0]
-    names = {str(v): rank[v] for v in range(graph.size)}
-    return tuple(map(int, topological(names, [(str(c), str(p)) for c, p in edges])))
+    edges = [(str(c), str(p)) for c, p, d in graph.deps if stages[c] - stages[p] + d == 0]
+    rank = {str(v): (place,) for place, v in enumerate(graph.serial)}
+    return tuple(map(int, topological(rank, edges)))
 
 
 def plan_of(

@@ -1,21 +1,16 @@
 """The moves of the search, which give a task another place in the period, stage or thread.
 
-    order    a  p  x  b        b waits for a, since both want one resource or thread;
-                               p comes before b, for b depends on it
-    moves    p  b  a  x        b goes right before a, and takes p along
-             p  x  b  a        a goes right after b, and takes along what depends on it
+    order    a  p  x  b        b waits for a, since both want one resource or thread
+    place    a  p  b  x        b anywhere after p, on which it depends
+    stage    p  b  a  x        b a stage earlier, and p along with it, if p would be too late for it
 
-Alone, b could not move before p. Every move keeps all dependences: the order stays a topological
-order of the dependences of lag 0, and no lag becomes negative.
-
-Source: E. Balas and A. Vazacopoulos, "Guided local search with shifting bottleneck for job shop
-scheduling" (Management Science 44, 1998), for moves of a task to either end of a row of tasks that
-wait for each other.
+Every move keeps all dependences: the order stays a topological order of the dependences of lag 0,
+and no lag becomes negative.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
 from swpipe.planning.modulo.schedule_graph import ScheduleGraph
@@ -29,9 +24,6 @@ The rest of the moves change the place in the order.
 
 _TOGETHER = 12
 """The largest number of tasks that one move takes to another stage; more hardly ever gains."""
-
-_DRAWS = 4
-"""The number of draws in search of a task that shares a thread or a resource with another."""
 
 
 class MovableSchedule:
@@ -87,28 +79,16 @@ class MovableSchedule:
             return self._to_thread(task)
         if kind < to_thread + _TO_STAGE:
             return self._to_stage(task, 1 if self._draw() < 0.5 else -1)
-        return self._past_another(task)
-
-    # ------------------------------------------------------------------ thread
-
-    def _to_thread(self, task: int) -> bool:
-        """Move a task to another thread; in half of the cases exchange it for a task from there."""
-        frozen = self._graph.frozen
-        thread = self.thread
-        partner = -1
-        target = int(self._draw() * self._threads)
-        if self._draw() < 0.5:
-            partner = int(self._draw() * len(thread))
-            target = thread[partner]
-        # Frozen tasks stay on the caller's thread.
-        if target == thread[task] or task in frozen or partner in frozen:
-            return False
-        if partner >= 0:
-            thread[partner] = thread[task]
-        thread[task] = target
         return self._place([task])
 
-    # ------------------------------------------------------------------- stage
+    def _to_thread(self, task: int) -> bool:
+        """Move a task to another thread."""
+        target = int(self._draw() * self._threads)
+        # Frozen tasks stay on the caller's thread.
+        if target == self.thread[task] or task in self._graph.frozen:
+            return False
+        self.thread[task] = target
+        return self._place([task])
 
     def _to_stage(self, task: int, by: int) -> bool:
         """Move a task by one stage, together with the tasks that its dependences force along."""
@@ -141,11 +121,9 @@ class MovableSchedule:
             if low > high:
                 return False
             at = self.order.index(task)
-            # Keep the old place in half of the cases, if it is allowed. Else go next to a task that
-            # shares a thread or a resource: only there does the place in the order matter.
+            # Keep the old place in half of the cases, if it is allowed.
             if not low <= at <= high or self._draw() < 0.5:
-                beside = self._sharing_place(task, rest)
-                at = min(max(beside + (self._draw() < 0.5), low), high)
+                at = low + int(self._draw() * (high - low + 1))
             rest.insert(at, task)
             missing.discard(task)
         self.order[:] = rest
@@ -166,57 +144,3 @@ class MovableSchedule:
             if stage[c] - s + distance == 0 and c not in missing:
                 high = min(high, order.index(c))
         return low, high
-
-    def _sharing_place(self, task: int, order: Sequence[int]) -> int:
-        """Return the place of a task that shares a thread or resource, if one is drawn soon."""
-        place = 0
-        for _ in range(_DRAWS if order else 0):
-            place = int(self._draw() * len(order))
-            if self._share(task, order[place]):
-                break
-        return place
-
-    # ------------------------------------------------------------------- order
-
-    def _past_another(self, task: int) -> bool:
-        """Exchange the order of a task and another one that shares a thread or resource with it."""
-        # Only the order of tasks that exclude each other affects the interval.
-        for _ in range(_DRAWS):
-            other = int(self._draw() * len(self.order))
-            if other != task and self._share(task, other):
-                places = self.order.index(task), self.order.index(other)
-                return self._exchange(min(places), max(places))
-        return False
-
-    def _share(self, task: int, other: int) -> bool:
-        """Return whether two tasks exclude each other, on a thread or on a resource."""
-        return self.thread[task] == self.thread[other] or other in self._graph.sharing[task]
-
-    def _exchange(self, low: int, high: int) -> bool:
-        """Exchange the tasks at two places; return False if one depends on the other."""
-        between = self.order[low : high + 1]
-        onward = self._draw() < 0.5
-        # The first task goes right after the last, and takes its consumers along.
-        if onward:
-            along = self._along(between, self._graph.producers)
-        else:
-            # The last task goes right before the first, and takes its producers along.
-            along = self._along(between[::-1], self._graph.consumers)
-        if between[-1 if onward else 0] in along:
-            return False
-        # The sort is stable, so the tasks of each part keep their order.
-        between.sort(key=lambda v: (v in along) == onward)
-        self.order[low : high + 1] = between
-        return True
-
-    def _along(self, tasks: Sequence[int], arcs: Sequence[Iterable[tuple[int, int]]]) -> set[int]:
-        """Return the first of the tasks, and those that dependences of lag 0 tie to it."""
-        stage = self.stage
-        along = {tasks[0]}
-        way = 1 if arcs is self._graph.producers else -1
-        for task in tasks[1:]:
-            for other, distance in arcs[task]:
-                if other in along and (stage[task] - stage[other]) * way + distance == 0:
-                    along.add(task)
-                    break
-        return along

@@ -4,10 +4,13 @@ Every task is one or two *operations*: its host work, which a thread runs, and o
 streams its device work, which a stream runs. Edges between operations carry a distance in
 iterations. Operations reserve resources, of which each serves one operation at a time::
 
-    task v      host v  ──>  device v         operations v and n + v, for n tasks
+    task v      host v  ──>  device v
     (c, p, d)   host p  ──>  host c           the producer is launched first
                 device p ──> device c         and its device work is done first, unless host_only
                 device p ──> host c           if p blocks
+    frame       <admit> ──>  host v ──> <retire>      every iteration begins and ends so
+
+``<admit>`` and ``<retire>`` are numbered behind the tasks, and take no time.
 
 Resources are streams, the order in which tasks submit to a stream, the turn of globally ordered
 tasks, the interpreter lock, and the resources that the cost model names. Threads are not among
@@ -27,7 +30,7 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import stream_name
 from swpipe.core.plan import PULL, PipelinePlan, is_host
 from swpipe.core.resolved import ResolvedPlan
-from swpipe.planning.limits import Limits
+from swpipe.program import ADMIT, RETIRE
 
 LOCK = "the interpreter lock"
 TURN = "submission in global order"
@@ -54,17 +57,16 @@ class ScheduleGraph:
     """The operations, dependences and resources of a loop; tasks are numbers in the plan's order.
 
     Attributes:
-        names: The name of each task.
+        names: The name of each task, then of ``<admit>`` and ``<retire>``.
         streams: Whether there are device operations; if not, all cost is host time.
         host_us: The time of each task on its thread, including the device time if it blocks.
         launch_us: The time of each task on its thread before its device work.
         device_us: The time of each task on its stream; 0 without streams.
         blocks: The tasks whose thread waits for their device work.
-        on_callers_stream: The tasks whose device work is on the caller's stream.
         uses: For each resource, the operations that reserve it, and for how many microseconds from
             their start.
-        edges: Dependences between operations, edges from host work to device work, and edges that
-            keep frozen tasks in one period.
+        edges: Dependences between operations, edges from host work to device work, edges that keep
+            frozen tasks in one period, and edges from ``<admit>`` and to ``<retire>``.
         deps: The dependences between tasks, as (consumer, producer, distance).
         frozen: Tasks that stay on the caller's thread, in the last stage. A consumer of such a task
             in the same iteration is in the last stage too, because of its dependence.
@@ -74,7 +76,8 @@ class ScheduleGraph:
         handover_us: The time until a thread that waited for another one runs again.
         pull_us: The time that a pull takes, on the caller's thread or in ``pull_group``.
         pull_group: The thread group that pulls batches; None for the caller's thread.
-        run_ahead: How many iterations beyond the depth may be launched; None for any number.
+        run_ahead: How many iterations beyond the depth may be launched; None for any number, and
+            without streams.
     """
 
     names: tuple[str, ...]
@@ -83,7 +86,6 @@ class ScheduleGraph:
     launch_us: tuple[float, ...]
     device_us: tuple[float, ...]
     blocks: frozenset[int]
-    on_callers_stream: frozenset[int]
     uses: Mapping[str, Mapping[int, float]]
     edges: tuple[OperationEdge, ...]
     deps: tuple[tuple[int, int, int], ...]
@@ -98,7 +100,30 @@ class ScheduleGraph:
     @property
     def size(self) -> int:
         """The number of tasks."""
-        return len(self.names)
+        return len(self.host_us)
+
+    @property
+    def admit(self) -> int:
+        """The number of ``<admit>``."""
+        return self.size
+
+    @property
+    def retire(self) -> int:
+        """The number of ``<retire>``."""
+        return self.size + 1
+
+    def device(self, task: int) -> int:
+        """Return the operation of a task's device work; its host work has the task's number."""
+        return len(self.names) + task
+
+    def frame_edges(self, depth: int) -> list[OperationEdge]:
+        """Return the edges that limit the iterations in flight, on the host and on the device."""
+        edges = [OperationEdge(self.retire, self.admit, 0.0, depth)]
+        if self.run_ahead is not None:
+            done = self.device(self.retire)
+            ahead = depth + self.run_ahead
+            edges.append(OperationEdge(done, self.admit, self.handover_us, ahead))
+        return edges
 
     @property
     def frozen_us(self) -> float:
@@ -118,39 +143,37 @@ class ScheduleGraph:
         return tuple(tuple((c, d) for c, p, d in self.deps if p == v != c) for v in tasks)
 
     @cached_property
-    def sharing(self) -> tuple[frozenset[int], ...]:
-        """For each task, the tasks that reserve one of its resources."""
-        users = self.users.values()
-        return tuple(
-            frozenset[int]().union(*(tasks for tasks in users if v in tasks)) - {v}
-            for v in range(self.size)
-        )
-
-    @cached_property
     def users(self) -> dict[str, dict[int, float]]:
         """For each resource, the tasks that reserve it, and for how many microseconds."""
         return {
-            name: {operation % self.size: us for operation, us in sorted(uses.items())}
+            name: {operation % len(self.names): us for operation, us in sorted(uses.items())}
             for name, uses in self.uses.items()
         }
 
 
 def schedule_graph(
-    resolved: ResolvedPlan, costs: CostModel, limits: Limits, *, streams: bool
+    resolved: ResolvedPlan, costs: CostModel, *, streams: bool, frozen: Sequence[str] = ()
 ) -> ScheduleGraph:
     """Return the schedule graph of a valid plan; its stages define ``same_period_deps``.
 
+    Args:
+        resolved: The plan.
+        costs: A cost for each task.
+        streams: Whether the device has streams.
+        frozen: The names of the frozen tasks.
+
     Raises:
-        PlanError: A task has no cost, or a frozen task is unknown.
+        PlanError: A task has no cost.
     """
     plan = resolved.plan
-    limits.check(plan)
-    names = tuple(plan.schedule)
-    n = len(names)
+    names = (*plan.schedule, ADMIT, RETIRE)
+    n = len(plan.schedule)
+    tasks = range(n)
+    admit, retire = range(n, n + 2)
     index = {name: v for v, name in enumerate(names)}
-    task_costs = list(costs.of(names).values())
+    task_costs = list(costs.of(plan.schedule).values())
     deps = tuple((index[d.consumer], index[d.producer], d.distance) for d in resolved.dependences)
-    frozen = frozenset(index[name] for name in limits.frozen)
+    fixed = frozenset(index[name] for name in frozen)
     on_stream = [streams and not is_host(entry.stream) for entry in plan.schedule.values()]
     each = list(zip(task_costs, on_stream, strict=True))
     # A task that blocks occupies its thread until its device work is done. Without a stream the
@@ -162,16 +185,24 @@ def schedule_graph(
     # Host work follows host work for each dependence: the engine launches in this order, even if
     # only the device has to wait.
     edges = [OperationEdge(p, c, host[p], d) for c, p, d in deps]
+    # Every iteration begins with <admit> and ends with <retire>.
+    edges += [OperationEdge(admit, v, 0.0, 0) for v in tasks]
+    edges += [OperationEdge(v, retire, host[v], 0) for v in tasks]
     if streams:
-        # Device work follows device work, except for dependences that only order the host.
+        # Device work has the numbers after all host work.
+        m = len(names)
+        # It follows device work, except for dependences that only order the host.
         host_only = (dep.host_only for dep in resolved.dependences)
         of_streams = [dep for dep, alone in zip(deps, host_only, strict=True) if not alone]
-        edges += [OperationEdge(v, n + v, launch[v], 0) for v in range(n)]
-        edges += [OperationEdge(n + p, n + c, device[p], d) for c, p, d in of_streams]
-        edges += [OperationEdge(n + p, c, device[p], d) for c, p, d in deps if p in blocks]
+        edges += [OperationEdge(v, m + v, launch[v], 0) for v in tasks]
+        edges += [OperationEdge(m + p, m + c, device[p], d) for c, p, d in of_streams]
+        edges += [OperationEdge(m + p, c, device[p], d) for c, p, d in deps if p in blocks]
+        edges += [OperationEdge(m + v, m + retire, device[v], 0) for v in tasks]
+        edges += [OperationEdge(m + v, retire, device[v], 0) for v in blocks]
+        edges.append(OperationEdge(retire, m + retire, 0.0, 0))
     # Frozen tasks share a period and a thread: those of the next iteration begin when all of this
     # one have ended. An edge of distance 1 between each pair says so.
-    edges += [OperationEdge(u, v, host[u], 1) for u, v in permutations(sorted(frozen), 2)]
+    edges += [OperationEdge(u, v, host[u], 1) for u, v in permutations(sorted(fixed), 2)]
     return ScheduleGraph(
         names=names,
         streams=streams,
@@ -179,21 +210,16 @@ def schedule_graph(
         launch_us=launch,
         device_us=device,
         blocks=blocks,
-        on_callers_stream=frozenset(
-            v
-            for v, entry in enumerate(plan.schedule.values())
-            if on_stream[v] and entry.stream is None
-        ),
-        uses=_uses(plan, task_costs, on_stream, host, threaded=limits.threads > 1),
+        uses=_uses(plan, task_costs, on_stream, host),
         edges=tuple(edges),
         deps=deps,
-        frozen=frozen,
+        frozen=fixed,
         serial=tuple(index[name] for name in resolved.serial_order),
-        least_stages=tuple(least_stages(deps, dict.fromkeys(range(n), 0)).values()),
+        least_stages=tuple(least_stages(deps, dict.fromkeys(tasks, 0)).values()),
         handover_us=costs.handover_us,
         pull_us=costs.tasks.get(PULL, TaskCost()).total_us,
         pull_group=plan.pull_group,
-        run_ahead=plan.launch_limit,
+        run_ahead=plan.launch_limit if streams else None,
     )
 
 
@@ -202,32 +228,31 @@ def _uses(
     costs: Sequence[TaskCost],
     on_stream: Sequence[bool],
     host_us: Sequence[float],
-    *,
-    threaded: bool,
 ) -> Mapping[str, Mapping[int, float]]:
     """Return the operations that reserve each resource, with their times."""
     uses: dict[str, dict[int, float]] = defaultdict(dict)
-    n = len(costs)
+    first_device = len(costs) + 2
     for v, (entry, cost) in enumerate(zip(plan.schedule.values(), costs, strict=True)):
+        device = first_device + v
         # As in the simulator: a resource is held during the device work, or the host work if there
         # is none.
         on_device = on_stream[v] and cost.device_us > 0
         for resource in cost.resources:
-            operation = n + v if on_device else v
-            uses[f"resource {resource!r}"][operation] = cost.device_us if on_device else host_us[v]
+            held = (device, cost.device_us) if on_device else (v, host_us[v])
+            uses[f"resource {resource!r}"].update([held])
         if on_stream[v]:
             stream = f"stream {stream_name(entry.stream)!r}"
-            uses[stream][n + v] = cost.device_us
+            uses[stream][device] = cost.device_us
             # Tasks of one named stream are submitted in period order, also from several threads.
-            if entry.stream is not None and threaded:
+            if entry.stream is not None:
                 uses[f"submission to {stream}"][v] = host_us[v]
-        if cost.gil_us and threaded:
+        if cost.gil_us:
             uses[LOCK][v] = cost.gil_us
-        if entry.globally_ordered and threaded:
+        if entry.globally_ordered:
             uses[TURN][v] = host_us[v]
     # A resource of a single host operation restricts nothing. A stream is kept even with one task:
     # it is a row of the estimate.
-    return {name: of for name, of in uses.items() if len(of) > 1 or min(of) >= n}
+    return {name: of for name, of in uses.items() if len(of) > 1 or min(of) >= first_device}
 
 
 def least_stages(deps: Sequence[tuple[int, int, int]], given: Mapping[int, int]) -> dict[int, int]:

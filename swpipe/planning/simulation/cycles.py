@@ -17,7 +17,7 @@ ratio and mean algorithms" (2004).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,6 +76,23 @@ class ArcCycle:
         if self.distance <= 0:
             return math.inf
         return self.time / self.distance / TICKS_PER_US
+
+
+def in_words(steps: Iterable[tuple[str, int]]) -> str:
+    """Return the steps of a cycle in words, such as "read i -> train i -> read i+1".
+
+    Args:
+        steps: A name and the number of iterations to the next step. Steps without a name, and those
+            with the name of the step before on the same iteration, are left out.
+    """
+    words: list[str] = []
+    iteration = 0
+    for name, distance in steps:
+        word = f"{name} i{iteration:+d}" if iteration else f"{name} i"
+        if name and word not in words[-1:]:
+            words.append(word)
+        iteration += distance
+    return " -> ".join(words)
 
 
 def heaviest_cycle(nodes: int, arcs: Sequence[Arc], above: int = 0) -> ArcCycle | None:

@@ -1,14 +1,15 @@
 """Discrete-event simulation of a timed graph, which computes each node's start and end in a run.
 
     uncontended   ready ──────────────────────────────────────────> starts at once
-    contended     ready ──> heap ──> resources ──> lock ──────────> starts
+    contended     ready ──> heap ──> all that it needs is free ───> starts
     on a queue    launched ──> heap ──> last in its queues ──> the one ahead ends ──> ready
 
 A node's execution in one period is ready once all its predecessors have ended. If it is not
 contended, its end is computed at once, however far ahead in time. Contended executions wait in a
 heap until nothing else can be computed. Then the earliest of them is granted: every execution that
 is not computed yet comes after one in the heap, and so cannot be ready earlier. So only contended
-executions are processed in order of time.
+executions are processed in order of time. One that needs something that is not free asks again when
+it is; of several that ask at the same time, the one that asked first goes first.
 
 Executions for iterations that do not exist, before the first and after the last, take no time;
 threads still pass them and do their host waits, as in the engine.
@@ -26,7 +27,6 @@ import heapq
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from enum import IntEnum
 from itertools import count
 from typing import TypeAlias
 
@@ -36,17 +36,8 @@ UNBOUNDED = sys.maxsize
 """The number of iterations of a run that has no last iteration."""
 
 
-class _Kind(IntEnum):
-    """The kind of a request: to enter queues, to take resources, or to take the lock."""
-
-    LAUNCH = 0
-    HOLD = 1
-    LOCK = 2
-
-
-_Request: TypeAlias = tuple[int, int, _Kind]
-"""The time of a request, its execution, and its kind."""
-
+_Request: TypeAlias = tuple[int, int, int, bool]
+"""A time, the time of the first request, the execution, and whether it asks to enter its queues."""
 
 _OutArc: TypeAlias = tuple[int, int, int | None]
 """An arc relative to its tail.
@@ -56,24 +47,8 @@ apply only if both iterations exist, the offset between the iterations.
 """
 
 # Plain tuples, because the inner loop unpacks them: Python unpacks a named tuple more slowly.
-_Step: TypeAlias = tuple[int, int, tuple[int, ...], _Kind | None, list[_OutArc]]
-"""A node's stage, time, times of sampled iterations, kind of request, and arcs."""
-
-
-class _Resource:
-    """A contended resource, or the interpreter lock.
-
-    Attributes:
-        free: The time from which it is free; None while its holder waits for the lock, because the
-            holder's end is not known then.
-        waiting: The requests that were made meanwhile.
-    """
-
-    __slots__ = ("free", "waiting")
-
-    def __init__(self) -> None:
-        self.free: int | None = 0
-        self.waiting: list[_Request] = []
+_Step: TypeAlias = tuple[int, int, tuple[int, ...], bool, list[_OutArc]]
+"""A node's stage, time, times of sampled iterations, whether it is contended, and arcs."""
 
 
 class EventSimulator:
@@ -104,12 +79,10 @@ class EventSimulator:
         # The predecessors of each execution that have not ended.
         self._pending: list[int] = []
         self._predecessors = _predecessors(graph, iterations)
-        # Contended executions: requests by time, the lock, the resources that each node needs, the
+        # Contended executions: requests by time, the time from which each resource is free, the
         # last execution in each queue, and the executions behind one in a queue.
         self._heap: list[_Request] = []
-        resources: dict[str, _Resource] = defaultdict(_Resource)
-        self._lock = resources[LOCK]
-        self._needs = [tuple(map(resources.__getitem__, node.resources)) for node in graph.nodes]
+        self._free: dict[str, int] = defaultdict(int)
         self._last: dict[int, int] = {}
         self._behind: dict[int, list[int]] = {}
         self._grow()
@@ -121,8 +94,9 @@ class EventSimulator:
         """Grant the earliest request, and compute what follows; return False if there is none."""
         if not self._heap:
             return False
-        if ready := self._grant(heapq.heappop(self._heap)):
-            self._propagate(ready)
+        time, asked, execution, is_launch = heapq.heappop(self._heap)
+        ready = self._launch(execution) if is_launch else self._grant(time, asked, execution)
+        self._propagate(ready)
         return True
 
     def execution(self, node: int, iteration: int) -> int:
@@ -163,7 +137,7 @@ class EventSimulator:
         while stack:
             execution = stack.pop()
             k = execution % size
-            stage, time, each, request, arcs = steps[k]
+            stage, time, each, contended, arcs = steps[k]
             iteration = execution // size - stage
             exists = 0 <= iteration < total
             ended = end[execution]
@@ -172,8 +146,8 @@ class EventSimulator:
                 if exists:
                     # Contended: wait in the heap. ``_grant`` sets the end and puts the execution
                     # back on the stack.
-                    if request is not None:
-                        heapq.heappush(self._heap, (ended, execution, request))
+                    if contended:
+                        heapq.heappush(self._heap, (ended, ended, execution, False))
                         continue
                     ended += each[iteration % len(each)] if each else time
                 end[execution] = ended
@@ -196,47 +170,27 @@ class EventSimulator:
 
     # --------------------------------------------------------------- contended
 
-    def _grant(self, request: _Request) -> list[int]:
-        """Grant a request, and return the executions that can be computed now."""
-        begin, execution, kind = request
-        if kind is _Kind.LAUNCH:
-            return self._launch(execution)
-        k = execution % self.size
-        needs = (self._lock,) if kind is _Kind.LOCK else self._needs[k]
-        for resource in needs:
-            # Ask again when the holder has started, and its end is known.
-            if resource.free is None:
-                resource.waiting.append(request)
-                return []
-            begin = max(begin, resource.free)
-        # Resources first, then the lock. The resources stay held meanwhile, as in Python code that
-        # waits for the lock inside a ``with`` block.
-        if kind is _Kind.HOLD and self.graph.nodes[k].lock:
-            for resource in needs:
-                resource.free = None
-            heapq.heappush(self._heap, (begin, execution, _Kind.LOCK))
-            return []
-        self._start(execution, k, begin)
-        return [execution]
-
-    def _start(self, execution: int, k: int, begin: int) -> None:
+    def _grant(self, now: int, asked: int, execution: int) -> list[int]:
+        """Start an execution if all that it needs is free; return the executions to compute."""
+        period, k = divmod(execution, self.size)
         node = self.graph.nodes[k]
+        free = max(self._free[name] for name in (*node.resources, *[LOCK] * bool(node.lock)))
+        if free > now:
+            heapq.heappush(self._heap, (free, asked, execution, False))
+            return []
         time = node.time
         lock = node.lock
         if node.each and time:
-            iteration = execution // self.size - node.stage
-            taken = node.each[iteration % len(node.each)]
+            taken = node.each[(period - node.stage) % len(node.each)]
             lock = lock * taken // time  # the same part of each run
             time = taken
-        self.start[execution] = begin
-        self.end[execution] = begin + time
+        self.start[execution] = now
+        self.end[execution] = now + time
+        for name in node.resources:
+            self._free[name] = now + time
         if lock:
-            self._lock.free = begin + lock
-        for resource in self._needs[k]:
-            resource.free = begin + time
-            for request in resource.waiting:
-                heapq.heappush(self._heap, request)
-            resource.waiting.clear()
+            self._free[LOCK] = now + lock
+        return [execution]
 
     # ------------------------------------------------------------------ queues
 
@@ -245,7 +199,8 @@ class EventSimulator:
         device = self.graph.device_of.get(k, -1)
         if exists and device in self.graph.queues:
             launched = execution - k + device
-            heapq.heappush(self._heap, (self.end[execution], launched, _Kind.LAUNCH))
+            now = self.end[execution]
+            heapq.heappush(self._heap, (now, now, launched, True))
         behind = self._behind.pop(execution, ())
         return [ready for other in behind for ready in self._release(execution, other)]
 
@@ -290,7 +245,7 @@ def _steps(graph: TimedGraph) -> list[_Step]:
             node.stage,
             node.time,
             node.each,
-            _Kind.HOLD if node.resources else _Kind.LOCK if node.lock else None,
+            bool(node.resources or node.lock),
             arcs,
         )
         for node, arcs in zip(nodes, out, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
@@ -11,7 +11,12 @@ from swpipe.core.costs import CostModel
 from swpipe.core.messages import in_ms
 from swpipe.core.plan import PipelinePlan
 from swpipe.core.resolved import resolve_plan
-from swpipe.planning.simulation.cycles import TICKS_PER_US, ArcCycle, heaviest_cycle
+from swpipe.planning.simulation.cycles import (
+    TICKS_PER_US,
+    ArcCycle,
+    heaviest_cycle,
+    in_words,
+)
 from swpipe.planning.simulation.event_simulator import UNBOUNDED, EventSimulator
 from swpipe.planning.simulation.timed_graph import LOCK, TimedGraph, timed_graph
 from swpipe.program import OWN, compile_plan
@@ -22,9 +27,6 @@ LONGEST_RUN = 16
 LEAD = 4
 """The number of iterations before the sampled ones, in multiples of the graph's reach."""
 
-LONGEST_PATTERN = 12
-"""The number of iterations in the longest repeating pattern that is searched for."""
-
 
 class Interval(NamedTuple):
     """The time from one iteration to the next in the steady state, exactly or as a mean."""
@@ -33,35 +35,24 @@ class Interval(NamedTuple):
     exact: bool
 
 
-def interval_of(graph: TimedGraph, enough_us: float = math.inf) -> Interval:
-    """Return the interval of a program's graph.
-
-    Args:
-        graph: The timed graph.
-        enough_us: A limit in microseconds: if a lower bound of the interval reaches it, the bound
-            is returned and nothing is simulated.
-    """
+def interval_of(graph: TimedGraph) -> Interval:
+    """Return the interval of a program's graph."""
     if graph.sampled:
         return _sampled_interval(graph)
     _, busy = graph.busiest()
     cycle = heaviest_cycle(len(graph.nodes), (*graph.arcs, *graph.steady), above=busy)
     bound_us = busy / TICKS_PER_US if cycle is None else cycle.ratio_us
     # Without contention this bound is the interval itself.
-    if not graph.contended or bound_us >= enough_us:
+    if not graph.contended:
         return Interval(bound_us, exact=True)
     simulated = _simulated_interval(graph.limited())
     return simulated._replace(ii_us=max(simulated.ii_us, bound_us))
 
 
-def interval_us(
-    plan: PipelinePlan, costs: CostModel, *, streams: bool, enough_us: float = math.inf
-) -> float:
-    """Return the interval in microseconds of a validated plan.
-
-    ``enough_us`` is as for ``interval_of``.
-    """
+def interval_us(plan: PipelinePlan, costs: CostModel, *, streams: bool) -> float:
+    """Return the interval in microseconds of a validated plan, by the mean costs."""
     program = compile_plan(resolve_plan(plan), streams=streams)
-    return interval_of(timed_graph(program, costs), enough_us).ii_us
+    return interval_of(timed_graph(program, costs)).ii_us
 
 
 def _sampled_interval(graph: TimedGraph) -> Interval:
@@ -82,12 +73,10 @@ def _simulated_interval(graph: TimedGraph) -> Interval:
     """Return the exact interval of a run that repeats, or else the mean of a long run."""
     run = EventSimulator(graph, UNBOUNDED)
     size = run.size
-    memory = _memory(graph)
     offsets = [node.stage * size + k for k, node in enumerate(graph.nodes)]
     retired: list[int] = []
-    shapes: list[tuple[int, ...]] = []
-    # For each pattern length n, the number of consecutive iterations that equal the one n before.
-    equal = [0] * (LONGEST_PATTERN + 1)
+    shapes: deque[tuple[int, ...]] = deque(maxlen=_memory(graph))
+    seen: dict[tuple[tuple[int, ...], ...], int] = {}
     for i in range(LONGEST_RUN * graph.reach):
         retired.append(run.retired(i))
         # The shape of the iteration: all ends relative to its retirement, and the time since the
@@ -95,14 +84,12 @@ def _simulated_interval(graph: TimedGraph) -> Interval:
         done = retired[i]
         end = run.end
         first = i * size
-        shape = (done - retired[i - 1], *[end[first + offset] - done for offset in offsets])
-        shapes.append(shape)
-        for pattern in range(1, min(i, LONGEST_PATTERN) + 1):
-            equal[pattern] = equal[pattern] + 1 if shapes[i - pattern] == shape else 0
-            if equal[pattern] == memory:
-                # Enough consecutive equal shapes determine all later iterations: the run repeats
-                # from here on.
-                return Interval((done - retired[i - pattern]) / pattern / TICKS_PER_US, exact=True)
+        shapes.append((done - retired[i - 1], *[end[first + offset] - done for offset in offsets]))
+        # The last shapes determine all later iterations: if the same ones were there before, the
+        # run repeats from there on.
+        before = seen.setdefault(tuple(shapes), i)
+        if before < i:
+            return Interval((done - retired[before]) / (i - before) / TICKS_PER_US, exact=True)
     # The run did not repeat: the first half may contain the way to the steady state.
     half = len(retired) // 2
     taken = retired[-1] - retired[half]
@@ -177,18 +164,14 @@ def _of_cycle(graph: TimedGraph, cycle: ArcCycle) -> Limit:
     # Start at the earliest stage, so that the text begins with iteration i and reads in order.
     first = min(range(len(arcs)), key=lambda k: (nodes[arcs[k].tail].stage, arcs[k].tail))
     arcs = (*arcs[first:], *arcs[:first])
-    iteration = 0
-    words: list[str] = []
+    steps = []
     for tail, head, _, lag in (*arcs, arcs[0]):
         node = nodes[tail]
-        if node.time or node.task in OWN:
-            word = f"{node.task} i{iteration:+d}" if iteration else f"{node.task} i"
-            words.append(
-                f"{word} (host)" if graph.device_of and node.row.kind == "thread" else word
-            )
-        iteration += lag - nodes[head].stage + node.stage
+        host = " (host)" * (bool(graph.device_of) and node.row.kind == "thread")
+        name = f"{node.task}{host}" if node.time or node.task in OWN else ""
+        steps.append((name, lag - nodes[head].stage + node.stage))
     tasks = dict.fromkeys(nodes[arc.tail].task for arc in arcs)
     return Limit(
-        f"a cycle, {in_ms(cycle.ratio_us)} per iteration: {' -> '.join(words)}",
+        f"a cycle, {in_ms(cycle.ratio_us)} per iteration: {in_words(steps)}",
         tasks=tuple(task for task in tasks if task not in OWN),
     )

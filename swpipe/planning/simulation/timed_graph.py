@@ -210,12 +210,12 @@ class _Line(NamedTuple):
 
     Attributes:
         nodes: Device nodes in the order of the period.
-        on_one_stream: Whether all of it is on one stream, which keeps the order by itself.
+        is_stream: Whether the line is a stream, which keeps the order by itself.
         is_programs: Whether the order of launch is that of the period.
     """
 
     nodes: Sequence[int]
-    on_one_stream: bool
+    is_stream: bool
     is_programs: bool
 
 
@@ -261,7 +261,7 @@ class _Builder:
         lines = list(self._lines())
         # A line with the program's order on one stream needs only arcs. All other lines are queues
         # in a run.
-        streams = [line for line in lines if line.on_one_stream and line.is_programs]
+        streams = [line for line in lines if line.is_stream and line.is_programs]
         queues = [line for line in lines if line not in streams]
         load: dict[Use, dict[str, int]] = defaultdict(dict)
         for use, task, time in self._uses():
@@ -302,21 +302,19 @@ class _Builder:
         # A stream is always a line of its own. A resource is one only if it joins several streams:
         # on one stream, the stream's order implies its own.
         for key, launched in users.items():
+            is_stream = isinstance(key, Row)
             streams = {ins.stream for ins in launched.values()}
-            if isinstance(key, Row) or len(streams) > 1:
+            if is_stream or len(streams) > 1:
                 # A stream with a name gets its work in the program's order, from whatever thread.
-                named = len(streams) == 1 and streams != {None}
+                named = is_stream and streams != {None}
                 lanes = {ins.lane for ins in launched.values()}
-                yield _Line([*launched], len(streams) == 1, named or len(lanes) == 1)
+                yield _Line([*launched], is_stream, named or len(lanes) == 1)
 
     # ------------------------------------------------------------------ nodes
 
     def _nodes(self) -> list[Node]:
         works = self.works.values()
         requested = self._requested()
-        # The lock counts only if two threads can hold it: several groups, or several workers of
-        # one.
-        lockers = {row for work in works if work.cost.gil_us for row in self.threads[work.thread]}
         nodes = []
         device = []
         for work in works:
@@ -331,7 +329,7 @@ class _Builder:
                     ins.stage,
                     work.thread,
                     max(self.least, work.time),
-                    ticks(cost.gil_us) if len(lockers) > 1 else 0,
+                    ticks(cost.gil_us) if LOCK in requested else 0,
                     held if on_thread else (),
                     # The node before a lane's first instruction is its last one.
                     self._passed(ins.lane, ins.position - 1),
@@ -360,7 +358,10 @@ class _Builder:
         return self.returns.get(host, host)
 
     def _requested(self) -> set[str]:
-        """Return the resources that host work uses together with work on another row."""
+        """Return the resources that host work uses together with work on another row.
+
+        The interpreter lock is one of them if several groups, or workers of one group, hold it.
+        """
         users: dict[str, set[Row]] = defaultdict(set)
         by_hosts: set[str] = set()
         for work in self.works.values():
@@ -368,6 +369,9 @@ class _Builder:
                 users[resource].update(self.threads.get(work.holder, [work.holder]))
                 if work.holder is work.thread:
                     by_hosts.add(resource)
+            if work.cost.gil_us:
+                users[LOCK].update(self.threads[work.thread])
+                by_hosts.add(LOCK)
         return {resource for resource in by_hosts if len(users[resource]) > 1}
 
     # ------------------------------------------------------------------- arcs
@@ -417,7 +421,7 @@ class _Builder:
             # A task that blocks occupies its thread until its device work is done.
             busy = _host_time(cost, work.has_stream and not cost.blocks)
             # Of n workers each runs the task every n iterations; the quotient is rounded up.
-            busy = max(self.least, work.time, busy)
+            busy = max(self.least, busy)
             yield work.thread, task, -(-busy // len(self.threads[work.thread]))
             if work.has_stream:
                 yield work.stream, task, ticks(cost.device_us)

@@ -37,7 +37,7 @@ def paper(seed: int, most_tasks: int = 6) -> Paper:
     plan = _serial(rng, workload) if seed % 2 else random_plan(rng, workload)
     groups = plan.thread_groups
     limits = Limits(
-        in_flight=max(plan.depth, rng.randint(1, 5)), threads=max(len(groups), rng.randint(1, 4))
+        in_flight=max(plan.depth, rng.randint(1, 5)), groups=max(len(groups), rng.randint(1, 4))
     )
     return Paper(plan, _costs(rng, plan), effects_of(workload), limits)
 

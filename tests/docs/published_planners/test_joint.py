@@ -65,7 +65,7 @@ def test_threads_are_limited() -> None:
         (1, 180, "as given"),
         (3, 70, "io_data_dist_compute"),
     ):
-        found = joint_search(STEP, COSTS, limits=Limits(threads=threads))
+        found = joint_search(STEP, COSTS, limits=Limits(groups=threads))
         assert (found.ii_us, found.threads) == (ii_us, preset)
         assert len(threads_of(found)) == threads
 
@@ -204,7 +204,7 @@ def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> Non
         assert found.ii_us <= found.given_ii_us
         assert found.ii_us <= assign_lookaheads(given.plan, given.costs, **said).ii_us  # type: ignore[arg-type]
         assert found.plan.depth <= given.limits.in_flight
-        assert len(threads_of(found)) <= given.limits.threads
+        assert len(threads_of(found)) <= given.limits.groups
         queues = communicator_queues(resolve_plan(given.plan), given.costs)
         assert communicator_queues(resolve_plan(found.plan), given.costs) == queues
         for name in caller_tasks(given.plan):
@@ -236,8 +236,8 @@ def test_limits_that_allow_nothing_name_the_least_that_would() -> None:
     groups = {n: replace(e, thread_group=n) for n, e in STEP.schedule.items()}
     spread = replace(STEP, schedule=groups)
     with pytest.raises(PlanError, match=r"at least 2 thread groups \(as given: 5"):
-        joint_search(spread, COSTS, limits=Limits(threads=1))
-    assert len(threads_of(joint_search(spread, COSTS, limits=Limits(threads=2)))) == 2
+        joint_search(spread, COSTS, limits=Limits(groups=1))
+    assert len(threads_of(joint_search(spread, COSTS, limits=Limits(groups=2)))) == 2
     stages = {n: replace(e, stage=k) for k, (n, e) in enumerate(STEP.schedule.items())}
     with pytest.raises(PlanError, match="limit is 3 iterations in flight: allow 4"):
         joint_search(replace(STEP, schedule=stages), COSTS, limits=Limits(in_flight=3))

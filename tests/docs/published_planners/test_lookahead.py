@@ -193,7 +193,7 @@ def test_limits_that_allow_nothing_name_the_least_that_would() -> None:
     assert assign_lookaheads(deep, COSTS, limits=Limits(in_flight=4)).plan.depth == 4
     groups = {n: replace(e, thread_group=n) for n, e in STEP.schedule.items()}
     with pytest.raises(PlanError, match="limit is 3, .* allow 4"):
-        assign_lookaheads(replace(STEP, schedule=groups), COSTS, limits=Limits(threads=3))
+        assign_lookaheads(replace(STEP, schedule=groups), COSTS, limits=Limits(groups=3))
 
 
 def test_frozen_tasks_must_be_in_place() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
-from swpipe.planning import Limits
 from swpipe.planning.modulo.schedule_graph import ScheduleGraph, schedule_graph
 from tests.planning.instances import Instance
 
@@ -13,7 +12,7 @@ from tests.planning.instances import Instance
 def graph_of(given: Instance) -> ScheduleGraph:
     """The instance as a schedule graph."""
     return schedule_graph(
-        resolve_plan(given.plan), given.costs, given.limits, streams=given.streams
+        resolve_plan(given.plan), given.costs, streams=given.streams, frozen=given.limits.frozen
     )
 
 
@@ -29,4 +28,4 @@ def host_work(
     plan = PipelinePlan({name: TaskSchedule() for name in names}, deps=deps)
     costs = {name: TaskCost(host_us=us) for name, us in zip(names, times_us, strict=True)}
     model = CostModel(costs, handover_us=handover_us)
-    return schedule_graph(resolve_plan(plan), model, Limits(frozen=frozen), streams=False)
+    return schedule_graph(resolve_plan(plan), model, streams=False, frozen=frozen)

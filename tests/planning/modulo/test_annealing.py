@@ -8,20 +8,19 @@ from typing import Any
 
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
-from swpipe.planning import Limits
 from swpipe.planning.modulo.annealing import Annealer
 from swpipe.planning.modulo.estimate import Estimator
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
 from swpipe.planning.modulo.schedule_graph import schedule_graph
-from swpipe.planning.modulo.starts import starts
+from swpipe.planning.modulo.starts import first_schedule
 from tests.planning.modulo.graphs import host_work
 from tests.support.strategies import random_case
 
 GRAPH = host_work(300, 200, 200, 100)
-STARTS = starts(GRAPH, 2, 3)
+FIRST = ModuloSchedule((0, 0, 0, 0), (0, 0, 0, 0), (0, 1, 2, 3))
 
 
-def exact(schedule: ModuloSchedule, enough_us: float) -> float:
+def exact(schedule: ModuloSchedule) -> float:
     """A simulator that says what the estimate says."""
     estimator = Estimator(GRAPH, 2, 3)
     estimator.cost(schedule.order, schedule.thread, schedule.stage)
@@ -31,13 +30,13 @@ def exact(schedule: ModuloSchedule, enough_us: float) -> float:
 def test_it_ends_when_the_goal_is_reached_or_its_work_spent() -> None:
     """Two threads of 400 us each are the best; no schedule reaches 399."""
     annealer = Annealer(Estimator(GRAPH, 2, 3), exact, goal_us=400)
-    annealer.search(STARTS, work=1e6)
+    annealer.search(FIRST, work=1e6)
     assert (annealer.done, annealer.ii_us) == (True, 400)
     assert annealer.work < 1e6
     found = []
     for _ in range(2):  # no clock is read, and the generator has a seed
         annealer = Annealer(Estimator(GRAPH, 2, 3), exact, goal_us=399)
-        annealer.search(STARTS, work=20_000)
+        annealer.search(FIRST, work=20_000)
         assert (annealer.done, annealer.ii_us) == (False, 400)
         assert 20_000 <= annealer.work < 30_000
         found.append((annealer.incumbent, annealer.work))
@@ -46,31 +45,29 @@ def test_it_ends_when_the_goal_is_reached_or_its_work_spent() -> None:
 
 def test_the_simulator_has_the_last_word() -> None:
     """What it says is twice the estimate: that is the incumbent's interval."""
-    annealer = Annealer(
-        Estimator(GRAPH, 2, 3), lambda schedule, enough_us: 2 * exact(schedule, 0), goal_us=400
-    )
-    annealer.search(STARTS, work=20_000)
+    annealer = Annealer(Estimator(GRAPH, 2, 3), lambda schedule: 2 * exact(schedule), goal_us=400)
+    annealer.search(FIRST, work=20_000)
     assert annealer.ii_us == 800
     assert annealer.incumbent is not None
-    assert exact(annealer.incumbent, 0) == 400
+    assert exact(annealer.incumbent) == 400
 
 
 def test_no_schedule_is_simulated_twice() -> None:
     """What the simulator said of it is kept."""
     seen: list[ModuloSchedule] = []
 
-    def simulate(schedule: ModuloSchedule, enough_us: float) -> float:
+    def simulate(schedule: ModuloSchedule) -> float:
         seen.append(schedule)
-        return 2 * exact(schedule, 0)
+        return 2 * exact(schedule)
 
-    Annealer(Estimator(GRAPH, 2, 3), simulate, goal_us=1).search(STARTS, work=20_000)
+    Annealer(Estimator(GRAPH, 2, 3), simulate, goal_us=1).search(FIRST, work=20_000)
     assert len(seen) == len(set(seen)) > 1
 
 
 def test_without_a_schedule_that_can_be_stated_there_is_no_incumbent() -> None:
     """The simulator says infinity of a schedule that makes no plan."""
-    annealer = Annealer(Estimator(GRAPH, 2, 3), lambda schedule, enough_us: math.inf, goal_us=1)
-    annealer.search(STARTS, work=5_000)
+    annealer = Annealer(Estimator(GRAPH, 2, 3), lambda schedule: math.inf, goal_us=1)
+    annealer.search(FIRST, work=5_000)
     assert annealer.incumbent is None
 
 
@@ -78,7 +75,7 @@ def test_a_move_that_fails_is_undone_also_where_every_schedule_is_refused() -> N
     """Half a move broke the order once; following what waits for what then never ended."""
     given = random_case(136).plan
     costs = CostModel({name: TaskCost(host_us=10) for name in given.schedule})
-    graph = schedule_graph(resolve_plan(given), costs, Limits(), streams=False)
+    graph = schedule_graph(resolve_plan(given), costs, streams=False)
     broken: list[Sequence[int]] = []
 
     class Checked(Estimator):
@@ -88,6 +85,8 @@ def test_a_move_that_fails_is_undone_also_where_every_schedule_is_refused() -> N
                 broken.append(list(order))
             return 0.0 if broken else super().cost(order, thread, stage, limit_us)
 
-    annealer = Annealer(Checked(graph, 3, 4), lambda schedule, enough_us: math.inf, goal_us=1)
-    annealer.search(starts(graph, 3, 4), work=50_000)
+    annealer = Annealer(Checked(graph, 3, 4), lambda schedule: math.inf, goal_us=1)
+    first = first_schedule(graph, 3, 4)
+    assert first is not None
+    annealer.search(first, work=50_000)
     assert broken == []

@@ -16,7 +16,7 @@ from swpipe.planning.modulo.estimate import Estimator
 from swpipe.planning.modulo.modulo_schedule import plan_of
 from swpipe.planning.modulo.moves import MovableSchedule
 from swpipe.planning.modulo.schedule_graph import schedule_graph
-from swpipe.planning.modulo.starts import starts
+from swpipe.planning.modulo.starts import first_schedule
 from tests.planning.instances import Instance, held_back, instance
 from tests.planning.modulo.graphs import graph_of, host_work
 
@@ -34,13 +34,13 @@ def uncontended(number: int) -> Instance:
         name: replace(entry, globally_ordered=False) for name, entry in given.plan.schedule.items()
     }
     # On a device one thread feeds the caller's stream: several would take turns as they come.
-    threads = 1 if given.streams else given.limits.threads
+    threads = 1 if given.streams else given.limits.groups
     plan = PipelinePlan(schedule, deps=given.plan.deps, cross_iter_deps=given.plan.cross_iter_deps)
     given = replace(
         given,
         plan=plan,
         costs=CostModel(costs, handover_us=given.costs.handover_us),
-        limits=Limits(threads=threads, frozen=given.limits.frozen),
+        limits=Limits(groups=threads, frozen=given.limits.frozen),
     )
     return held_back(given, number)
 
@@ -54,8 +54,10 @@ def test_without_contention_no_estimate_is_too_low() -> None:
     for number in range(12):
         given = uncontended(number)
         graph, rng = graph_of(given), random.Random(number)
-        threads = given.limits.threads
-        here = MovableSchedule(graph, starts(graph, threads, DEPTH)[0], threads, DEPTH, rng.random)
+        threads = given.limits.groups
+        first = first_schedule(graph, threads, DEPTH)
+        assert first is not None
+        here = MovableSchedule(graph, first, threads, DEPTH, rng.random)
         estimator = Estimator(graph, threads, DEPTH)
         for _ in range(12):
             for _ in range(4):
@@ -68,7 +70,7 @@ def test_without_contention_no_estimate_is_too_low() -> None:
             simulated_us = simulate(plan, given.costs, streams=given.streams).ii_us
             assert simulated_us <= estimator.ii_us * (1 + 1e-9)
             exact += simulated_us == pytest.approx(estimator.ii_us)
-    assert exact >= 112
+    assert exact >= 100
 
 
 def test_a_wait_for_another_thread_costs_a_handover() -> None:
@@ -103,7 +105,7 @@ def test_the_host_waits_for_the_device_where_it_may_not_run_ahead(
     """It launches for 300 us what takes 500; a task that blocks waits in any case."""
     plan = PipelinePlan({"a": TaskSchedule()}, run_ahead=run_ahead)
     costs = CostModel({"a": TaskCost(300, device_us=500, blocks=blocks)})
-    graph = schedule_graph(resolve_plan(plan), costs, Limits(), streams=True)
+    graph = schedule_graph(resolve_plan(plan), costs, streams=True)
     estimator = Estimator(graph, threads=1, depth=1)
     estimator.cost((0,), (0,), (0,))
     assert estimator.ii_us == simulate(replace(plan, pipeline_depth=1), costs).ii_us == ii_us

@@ -41,12 +41,12 @@ def test_random_plans_keep_the_limit(seed: int) -> None:
 @pytest.mark.parametrize(
     ("seed", "limit", "ii_us"),
     [
-        pytest.param(4, 120832, 92.2, id="another schedule, of fewer iterations in flight"),
-        pytest.param(85, 329728, 98.0, id="the same schedule, with less depth"),
+        pytest.param(4, 122880, 92.2, id="another schedule, of fewer iterations in flight"),
+        pytest.param(7, 92672, 58.6, id="the same schedule, with less depth"),
     ],
 )
 def test_both_ways_to_hold_less_are_taken(seed: int, limit: int, ii_us: float) -> None:
-    """Without the first, no plan fits; without the second, one of 105.2 us."""
+    """Without the first, no plan fits; without the second, one of 70.1 us."""
     work = MemoryWork(seed)
     limits = Limits(max_bytes=limit)
     found = auto_plan(work.plan, work.costs, streams=False, effort=0.02, limits=limits)
@@ -80,14 +80,14 @@ def test_less_run_ahead_is_tried_before_less_depth() -> None:
     """What a stream is behind the host is held: with 2 MiB the host waits for the device."""
     memory = TaskMemory((Block("copy", "", MIB, "x"),))
     costs = CostModel(
-        {"copy": TaskCost(30, device_us=100), "work": TaskCost(100, device_us=100)}, memory=memory
+        {"copy": TaskCost(100, device_us=100), "work": TaskCost(10, device_us=100)}, memory=memory
     )
     schedule = {"copy": TaskSchedule(stream="copy"), "work": TaskSchedule()}
     plan = PipelinePlan(schedule, deps=[("work", "copy")])
     free = auto_plan(plan, costs)
     assert (free.ii_us, free.in_flight, free.plan.run_ahead) == (100, 2, None)
     found = auto_plan(plan, costs, limits=Limits(max_bytes=2 * MIB))
-    assert (found.ii_us, found.in_flight, found.plan.run_ahead) == (115, 2, 0)
+    assert (found.ii_us, found.in_flight, found.plan.run_ahead) == (150, 2, 0)
 
 
 def test_a_limit_that_cannot_be_kept_is_refused() -> None:

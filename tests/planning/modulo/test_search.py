@@ -10,7 +10,7 @@ import pytest
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
-from swpipe.planning import Limits, simulate
+from swpipe.planning import simulate
 from swpipe.planning.modulo.bounds import bounds_of, least_load
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, plan_of
 from swpipe.planning.modulo.schedule_graph import schedule_graph
@@ -29,7 +29,7 @@ def test_what_is_found_has_the_simulators_interval_and_keeps_the_bound(number: i
     """For the limits given, and for lower ones after that."""
     given = held_back(instance(number), number)
     search = search_of(given)
-    threads, depth = given.limits.threads, given.limits.in_flight
+    threads, depth = given.limits.groups, given.limits.in_flight
     best = search.best(threads, depth)
     found = [best, search.reach(best.ii_us, 1, depth, 0.5), search.reach(best.ii_us, 1, 2, 0.5)]
     limits = [(threads, depth), (1, depth), (1, 2)]
@@ -47,7 +47,7 @@ def test_too_few_iterations_in_flight_have_no_bound() -> None:
         {"read": TaskSchedule(), "work": TaskSchedule(stage=1)}, same_period_deps=[("work", "read")]
     )
     costs = CostModel({"read": TaskCost(host_us=300), "work": TaskCost(host_us=700)})
-    graph = schedule_graph(resolve_plan(plan), costs, Limits(), streams=False)
+    graph = schedule_graph(resolve_plan(plan), costs, streams=False)
     search = Search(plan, costs, graph)
     assert search.bound_us(2, 1) == math.inf
     assert search.bound_us(2, 2) < math.inf
@@ -63,22 +63,6 @@ def test_frozen_tasks_of_two_iterations_do_not_overlap() -> None:
     """They are in one period, and what lies between them is, too."""
     assert bounds_of(host_work(5, 5, 5, frozen=("a", "c")), 2).ii_us == 15
     assert bounds_of(host_work(5, 5, 5, frozen=("c",)), 2).ii_us == 10
-
-
-def test_tasks_of_a_stage_come_together_where_nothing_is_lost() -> None:
-    """Two short tasks beside a long one: they need not be parted."""
-    plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule(), "c": TaskSchedule(stage=0)})
-    times = {"a": 100, "b": 100, "c": 600}
-    costs = CostModel({name: TaskCost(host_us=us) for name, us in times.items()})
-    graph = schedule_graph(resolve_plan(plan), costs, Limits(), streams=False)
-    search = Search(plan, costs, graph)
-    parted = search.simulated(ModuloSchedule((1, 2, 0), (0, 0, 0), (0, 1, 2)), 1)
-    assert parted is not None
-    tidy = search.together(parted, slack=0.0)
-    assert tidy.ii_us == parted.ii_us == 600
-    assert tidy.schedule.thread[0] == tidy.schedule.thread[1] != tidy.schedule.thread[2]
-    assert search.together(parted, slack=0.3).schedule.threads == 2
-    assert search.together(parted, slack=0.34).schedule.threads == 1
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -108,7 +92,7 @@ def test_groups_keep_names_that_their_tasks_had() -> None:
         {"a": TaskSchedule(thread_group="io"), "b": TaskSchedule(), "c": TaskSchedule()}
     )
     costs = CostModel({name: TaskCost(host_us=1) for name in plan.schedule})
-    graph = schedule_graph(resolve_plan(plan), costs, Limits(), streams=False)
+    graph = schedule_graph(resolve_plan(plan), costs, streams=False)
     found = plan_of(plan, graph, ModuloSchedule((1, 2, 0), (0, 0, 0), (0, 1, 2)), 1)
     assert found is not None
     groups = [entry.thread_group for entry in found.schedule.values()]
@@ -126,7 +110,7 @@ def test_a_same_period_pair_keeps_its_distance(stages: tuple[int, int], field: s
         same_period_deps=[("work", "read")],
     )
     costs = CostModel({name: TaskCost(host_us=1) for name in base.schedule})
-    graph = schedule_graph(resolve_plan(base), costs, Limits(), streams=False)
+    graph = schedule_graph(resolve_plan(base), costs, streams=False)
     moved = plan_of(base, graph, ModuloSchedule((0, 0), (0, 1), (0, 1)), 2)
     assert moved is not None
     assert list(getattr(moved, field)) == [("work", "read")]
