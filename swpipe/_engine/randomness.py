@@ -5,7 +5,7 @@ depends on timing. A task with ``random=True`` therefore has exclusive access to
 while it runs. They are seeded from (pipeline's seed, task, iteration), and restored afterwards, so
 that draws outside the pipeline (a data loader's shuffling) do not depend on the plan either.
 
-BlockAccess is exclusive in the whole process: first come, first served. Within one run, access is given
+Access is exclusive in the whole process: first come, first served. Within one run, access is given
 in the order of the requests.
 
     pipeline A, lane io         requests == task ==|
