@@ -123,9 +123,13 @@ class SWPipeline(ShortcutControl[C]):
         self._alike = check_ranks
         self._stall_timeout_s = checked_timeout(stall_timeout_s)
         engine = self._made_engine(TaskSeeds(seed, self.device), checked_mode(mode))
-        # Without overlap tasks run in serial order, so there is nothing to watch for. The module is
-        # imported only if needed: a plain run does without it.
-        if check_effects is not False and (check_effects is not None or self._overlaps()):
+        # On one thread and stream, and one iteration after the other, tasks run in serial order, so
+        # that there is nothing to watch for. The module is imported only if needed: a plain run
+        # does without it.
+        program = self._verified.program
+        on_streams = program.streams and self.plan.names_streams
+        overlaps = program.depth > 1 or len(program.lanes) > 1 or on_streams
+        if check_effects is not False and (check_effects is not None or overlaps):
             from swpipe.inference.chosen_check import checked
 
             engine = checked(engine, self._verified, check_effects)
@@ -167,14 +171,6 @@ class SWPipeline(ShortcutControl[C]):
             pull_check=PreparedCheck if program.depth > 1 else None,
             releases=self._verified.releases,
         )
-
-    def _overlaps(self) -> bool:
-        """Return whether two tasks can run at once, on two threads, streams or iterations."""
-        lanes = {
-            (entry.thread_group, self.device.has_streams and entry.stream)
-            for entry in self.plan.schedule.values()
-        }
-        return self._verified.program.depth > 1 or len(lanes) > 1
 
     def __repr__(self) -> str:
         # Up to nine names are shown; of more, the first eight and the number of the rest.

@@ -37,7 +37,7 @@ from swpipe._distributed.even_data import OutOfStepError, UnevenDataError
 from swpipe._distributed.rank_checks import check_same_plan, tell_failure
 from swpipe._engine.exclusive import ExclusiveAccess
 from swpipe._engine.iterations import Engine, PushedBatches
-from swpipe._engine.randomness import LentAccess, lend_access, this_thread
+from swpipe._engine.randomness import BlockAccess, lend_access, this_thread
 from swpipe._engine.run import Run
 from swpipe._engine.watchdog import Watchdog
 from swpipe.core.context import C
@@ -114,7 +114,7 @@ class Driver(Generic[C]):
         self._watchdog: Watchdog | None = None
         self._dropped: weakref.finalize[..., Driver[C]] | None = None
         # The access to the random generators that a task of an outer pipeline lends to this call.
-        self._lent: LentAccess | None = None
+        self._lent: BlockAccess | None = None
         self._passes: AgreedPasses | None = None
         # Without it, each rank pulls by itself, and the module is not loaded.
         if check_data:

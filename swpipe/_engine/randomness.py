@@ -103,16 +103,16 @@ class GeneratorAccess:
         self.lock = threading.RLock()
         self.cancelled = False
         # The last access whose turn it was within the run.
-        self.granted: _Access | None = None
+        self.granted: BlockAccess | None = None
         self._requests = 0
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Return a block within which no other thread uses the generators."""
-        return _Access(self)
+        return BlockAccess(self)
 
     def seeded(self, task: str, iteration: int) -> AbstractContextManager[None]:
         """Return an exclusive block whose generators are seeded for this task and iteration."""
-        return _Access(self, (task, iteration))
+        return BlockAccess(self, (task, iteration))
 
     def next_request(self) -> int:
         """Return the number of a new request, from 0."""
@@ -136,7 +136,7 @@ class GeneratorAccess:
             self.granted.give_back()
 
 
-class _Access(AbstractContextManager[None]):
+class BlockAccess(AbstractContextManager[None]):
     """The access of one block: requested, given, perhaps lent, and given back."""
 
     def __init__(self, run: GeneratorAccess, seed: tuple[str, int] | None = None) -> None:
@@ -147,7 +147,7 @@ class _Access(AbstractContextManager[None]):
         # The frame that executes the block.
         self._frame: FrameType | None = None
         # The access of the enclosing block on this thread, which it has lent.
-        self.outer: _Access | None = None
+        self.outer: BlockAccess | None = None
         # The process's states, while the block's are in place.
         self._before: GeneratorStates | None = None
         # The block's states, while its access is lent.
@@ -217,6 +217,23 @@ class _Access(AbstractContextManager[None]):
                 self._own = self._device.generator_states()
         self.give_back()
 
+    def take_back(self, failure: type[BaseException] | None) -> None:
+        """End the loan; ``failure`` is the type of the exception that the call raises.
+
+        Raises:
+            Cancelled: The run of the task or the iterator has failed meanwhile.
+        """
+        if self is not _innermost():
+            # The block that lent the access was interrupted and has ended.
+            return
+        try:
+            self.take()
+        except Cancelled:
+            self.give_back()
+            # An error of the call is raised instead of ``Cancelled``.
+            if failure is None or failure is StopIteration:
+                raise
+
     def give_back(self) -> None:
         """Restore the generators, and wake the next block in the queue.
 
@@ -256,48 +273,21 @@ class _Access(AbstractContextManager[None]):
         return frame is not None and is_executed(frame)
 
 
-class LentAccess:
-    """The access of a task or an iterator, lent while it drives a pipeline."""
-
-    __slots__ = ("_access",)
-
-    def __init__(self, access: _Access) -> None:
-        self._access = access
-        access.lend()
-
-    def take_back(self, failure: type[BaseException] | None) -> None:
-        """End the loan; ``failure`` is the type of the exception that the call raises.
-
-        Raises:
-            Cancelled: The run of the task or the iterator has failed meanwhile.
-        """
-        if self._access is not _innermost():
-            # The block that lent the access was interrupted and has ended.
-            return
-        try:
-            self._access.take()
-        except Cancelled:
-            self._access.give_back()
-            # An error of the call is raised instead of ``Cancelled``.
-            if failure is None or failure is StopIteration:
-                raise
-
-
 class _Thread(threading.local):
     # The access of the innermost block; None for most callers.
-    access: _Access | None = None
+    access: BlockAccess | None = None
 
 
 this_thread = _Thread()
-_queue: dict[_Access, None] = {}
+_queue: dict[BlockAccess, None] = {}
 """The block that has access, followed by the blocks that wait for it, in this order."""
 
 
-def _first() -> _Access | None:
+def _first() -> BlockAccess | None:
     return next(iter(_queue.copy()), None)
 
 
-def _innermost() -> _Access | None:
+def _innermost() -> BlockAccess | None:
     """Return the access, given or lent, of the innermost block that the calling thread is in."""
     while (access := this_thread.access) is not None and not access.is_executed():
         # The block was interrupted before it could give back its access.
@@ -306,10 +296,13 @@ def _innermost() -> _Access | None:
     return access
 
 
-def lend_access() -> LentAccess | None:
+def lend_access() -> BlockAccess | None:
     """Lend the access that the calling thread has, if any, until it is taken back."""
     access = _innermost()
-    return None if access is None or access not in _queue else LentAccess(access)
+    if access is None or access not in _queue:
+        return None
+    access.lend()
+    return access
 
 
 def _in_child() -> None:

@@ -26,9 +26,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from swpipe._distributed.rank_checks import (
-    rank_prefix,
-)
+from swpipe._distributed.rank_checks import rank_prefix
 from swpipe._engine.interruption import GRACE_S, LOOK_COUNTS_AT_MOST, end_thread
 from swpipe._engine.waiting import ProgressCounter, WorkerThread
 from swpipe.errors import StallError, write_error

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, get_origin, get_type_hints
 
 import torch
 
@@ -315,12 +315,7 @@ class PipelinePlan:
         Raises:
             PlanError: A key is unknown, a value has the wrong type, or the schedule is missing.
         """
-        tables: dict[str, Any] = {
-            "schedule": Mapping[str, TaskSchedule],
-            "streams": Mapping[str, StreamSpec],
-            "stale": Mapping[str, int],
-            "newer": Mapping[str, int],
-        }
+        hints = get_type_hints(cls)
         values: dict[str, Any] = {}
         problems: list[Problem] = []
         for key, value in data.items():
@@ -328,9 +323,9 @@ class PipelinePlan:
             if key not in _KEYS:
                 text = f"unknown key {shown(key)} in the plan; known are {', '.join(_KEYS)}"
                 problems.append(Problem(text))
-            elif key in tables:
+            elif get_origin(hints[key]) is Mapping:
                 try:
-                    values[key] = read_typed(value, tables[key], key)
+                    values[key] = read_typed(value, hints[key], key)
                 except ValueError as error:
                     problems.append(Problem(str(error)))
             elif key in _SCALARS or isinstance(value, list):

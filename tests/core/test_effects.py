@@ -7,7 +7,16 @@ from itertools import product
 import pytest
 
 from swpipe import DeclaredIO, PipelineTask
-from swpipe.core.effects import Conflict, Declared, Effects, Location, conflicts
+from swpipe.core.effects import (
+    DRAWS,
+    UNDECLARED,
+    Conflict,
+    Declared,
+    Effects,
+    Location,
+    conflicts,
+    undeclared_effects,
+)
 from swpipe.core.task import Mode
 
 X = Location("x", persistent=False)
@@ -77,3 +86,13 @@ def test_a_declaration_must_make_sense(wrong: dict[str, object], says: str) -> N
     """It says what is missing."""
     with pytest.raises(ValueError, match=says):
         DeclaredIO(**wrong)  # type: ignore[arg-type]
+
+
+def test_undeclared_code_may_draw_and_touch_what_others_name() -> None:
+    """Whatever has no name, torch's generators, and each state that is not restricted."""
+    anything = {UNDECLARED, DRAWS}
+    assert undeclared_effects() == Effects(frozenset(anything), frozenset(anything))
+    model, log = Location("model", persistent=True), Location("log", persistent=True)
+    named = [Effects(writes=frozenset({model, log, Location("x", persistent=False)}))]
+    beside = undeclared_effects(named, unread={"log"}, unwritten={"log", "model"})
+    assert beside == Effects(frozenset({*anything, model}), frozenset(anything))
