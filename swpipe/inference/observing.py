@@ -153,7 +153,7 @@ class IterationObserver:
             sets = log.sets.union(log.deletes, log.produced, log.deleted)
             # Only attributes that the task set: an opaque value that it merely found is another
             # task's.
-            values = {name: v for name, v in attributes(ctx).items() if name in sets}
+            opaque = {name: _opaque(v) for name, v in attributes(ctx).items() if name in sets}
             states = before.accesses_until(after)
             used = [options_of(after.optimizers[id(optimizer)]) for optimizer in stepped]
             for item in (*used, *map(mode_of, self._names(modes.ran))):
@@ -174,7 +174,7 @@ class IterationObserver:
                     items=before.items,
                     states=states,
                     changed=before.memory.changed_until(after.memory),
-                    opaque={name: kind for name, v in values.items() if (kind := _opaque(v))},
+                    opaque={name: kind for name, kind in opaque.items() if kind},
                 )
             )
             # The end of one task is the beginning of the next one, so each moment is taken once.
