@@ -111,10 +111,8 @@ class LoopState:
 
 def declared_owners(tasks: Iterable[PipelineTask]) -> Iterator[Owner]:
     """Yield the modules, tensors and objects with ``state_dict`` in declared memory."""
-    known: set[int] = set()
     for _, io, owner in declared_memory(tasks):
-        if id(owner) not in known and (isinstance(owner, Tensor) or has_state(owner)):
-            known.add(id(owner))
+        if isinstance(owner, Tensor) or has_state(owner):
             yield Owner(str(io.state), owner)
 
 

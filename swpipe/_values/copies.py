@@ -68,31 +68,31 @@ class _SavedTensor:
         self._memory = tensor.detach() if tensor.layout is torch.strided else tensor
         # Fully sharded modules free the memory of gathered parameters.
         parts = filter(_has_memory, _parts(self._memory))
-        self.copies = [(part, _to_host(part)) for part in parts]
+        self._copies = [(part, _to_host(part)) for part in parts]
 
     def restore(self) -> None:
         """Restore the tensor, in inference mode if it was made there."""
-        with torch.inference_mode(self._tensor.is_inference()), torch.no_grad():
-            self._restore(self._tensor, self._memory)
+        tensor = self._tensor
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            self._restore(tensor)
 
-    def _restore(self, tensor: Tensor, memory: Tensor) -> None:
+    def _restore(self, tensor: Tensor) -> None:
         """Restore a tensor: its place in autograd, memory, values, gradient and attributes."""
         if self._leaf:
             if tensor.grad_fn is not None:  # an in-place operation made it part of a graph
                 tensor.detach_()
             tensor.requires_grad_(self._requires_grad)
         # Memory comes before values: the copies are written into the original memory.
-        if not _same_memory(tensor, memory):
-            tensor.data = memory
-        for part, saved in self.copies:
+        if not _same_memory(tensor, self._memory):
+            tensor.data = self._memory
+        for part, saved in self._copies:
             if _has_memory(part):
                 # Written in place: views and optimizers that refer to the memory see the old values
                 # again.
                 part.copy_(saved)
         if self._leaf:
             tensor.grad = self._grad
-        if self._attributes:
-            vars(tensor).update(self._attributes)
+        vars(tensor).update(self._attributes)
 
 
 def _has_memory(part: Tensor) -> bool:

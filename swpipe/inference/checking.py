@@ -296,7 +296,7 @@ class RunCheck:
         accesses = operators.accesses
         reads = accesses.all_reads
         writes = accesses.all_writes
-        used = dict.fromkeys(operators.accumulated.keys() & gradients.parameters, READ_WRITE)
+        used = dict.fromkeys(operators.accumulated, READ_WRITE)
         for number, storage in gradients.memory(watch.gradients):
             how = Access(storage in reads, storage in writes)
             used[number] = used.get(number, Access()) | how

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -153,14 +153,17 @@ class IterationObserver:
             sets = log.sets.union(log.deletes, log.produced, log.deleted)
             # Only attributes that the task set: an opaque value that it merely found is another
             # task's.
-            values = {name: v for name, v in attributes(ctx).items() if name in sets}
+            opaque = {name: _opaque(v) for name, v in attributes(ctx).items() if name in sets}
+            states = before.accesses_until(after)
+            used = [options_of(after.optimizers[id(optimizer)]) for optimizer in stepped]
+            for item in (*used, *map(mode_of, self._names(modes.ran))):
+                states[item] |= READ
+            changed = [*map(mode_of, self._names(modes.switched))]
             # Number 0 stands for torch's default generators. A random task has states of its own.
-            draws = 0 in operators.draws and not task.random
-            states = before.accesses_until(after, map(id, stepped), draws=draws)
-            for name in self._names(modes.ran):
-                states[mode_of(name)] |= READ
-            for name in self._names(modes.switched):
-                states[mode_of(name)] |= READ_WRITE
+            if 0 in operators.draws and not task.random:
+                changed.append(StateItem.alone(TORCH))
+            for item in changed:
+                states[item] |= READ_WRITE
             observed.append(
                 TaskObservation(
                     task=task.name,
@@ -171,7 +174,7 @@ class IterationObserver:
                     items=before.items,
                     states=states,
                     changed=before.memory.changed_until(after.memory),
-                    opaque={name: kind for name, v in values.items() if (kind := _opaque(v))},
+                    opaque={name: kind for name, kind in opaque.items() if kind},
                 )
             )
             # The end of one task is the beginning of the next one, so each moment is taken once.
@@ -213,6 +216,7 @@ class _Moment:
     Attributes:
         held: Attribute to the storages of the tensors in it.
         items: State item to the storages of its tensor.
+        optimizers: Id of an optimizer to its name.
         memory: Fingerprint of the memory of all these tensors, which it keeps alive.
     """
 
@@ -231,7 +235,7 @@ class _Moment:
         }
         self._values |= {options_of(name): of for name, (_, of) in state.options.items()}
         self._generators = generator_states(observer.device, state.generators)
-        self._optimizers = {number: name for name, (number, _) in state.options.items()}
+        self.optimizers = {number: name for name, (number, _) in state.options.items()}
         known = {*map(id, inside)}
         self.held: dict[str, frozenset[StorageId]] = {}
         for name, value in attributes(ctx).items():
@@ -243,24 +247,14 @@ class _Moment:
             inside += held
         self.memory = MemoryPrint(inside, storages)
 
-    def accesses_until(
-        self, later: _Moment, stepped: Iterable[int], *, draws: bool
-    ) -> dict[StateItem, Access]:
-        """Return the accesses between two moments that are not accesses to memory.
-
-        Args:
-            later: The later moment.
-            stepped: The ids of the optimizers whose ``step`` ran.
-            draws: Whether torch's default generators were drawn from.
-        """
+    def accesses_until(self, later: _Moment) -> dict[StateItem, Access]:
+        """Return the accesses between two moments that show in something else than memory."""
         states: dict[StateItem, Access] = defaultdict(Access)
         for item in _differing(self._values, later._values):
             states[item] |= WRITE
-        for number in later._optimizers.keys() & {*stepped}:
-            states[options_of(later._optimizers[number])] |= READ
         # A generator that is new was just created, or its library was imported: nothing was drawn.
         drawn = _differing(self._generators, later._generators) & self._generators.keys()
-        for name in drawn | ({TORCH} if draws else set[str]()):
+        for name in drawn:
             states[StateItem.alone(name)] |= READ_WRITE
         return states
 

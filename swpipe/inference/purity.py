@@ -263,7 +263,8 @@ class PureUses:
         self, number: StorageId, iteration: int, use: _MemoryUse, recorder: UseRecorder
     ) -> None:
         """Store a use, with the version that the memory has now that the task has ended."""
-        use.version, use.tensor = version_of(use.tensor), weakref.ref(use.tensor)
+        use.version = version_of(use.tensor)
+        use.tensor = weakref.ref(use.tensor)
         _, known = self._known.setdefault(number, (recorder.storages.reference(number), []))
         # The newest use of each span replaces the older one, so the version compared is the last
         # known.

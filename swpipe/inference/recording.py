@@ -183,10 +183,6 @@ def _listed(places: frozenset[Location]) -> str:
     ``DRAWS`` is left out for an undeclared task, which is always assumed to draw.
     """
     # UNDECLARED already implies that the task may draw, so a second entry would only add noise.
-    return _places(places - {DRAWS} if UNDECLARED in places else places)
-
-
-def _places(places: Iterable[Location]) -> str:
-    """Return the names of locations, sorted, as text."""
+    shown = places - {DRAWS} if UNDECLARED in places else places
     # str() marks attributes of the context with "ctx."; states appear by their plain names.
-    return ", ".join(sorted(p.name if p.persistent else str(p) for p in places))
+    return ", ".join(sorted(p.name if p.persistent else str(p) for p in shown))

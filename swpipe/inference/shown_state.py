@@ -60,19 +60,18 @@ def shown_state(
             restore.
     """
     captured = Captured(tasks)
-    with _Shown(declared_owners(tasks), device) as shown:
-        try:
+    shown = _Shown(declared_owners(tasks), device)
+    with ExitStack() as last_to_first:  # all, also if one of them fails
+        last_to_first.callback(shown.saved.restore)
+        # Declared captures are the caller's functions, no part of the snapshot.
+        last_to_first.callback(captured.restore)
+        with before_calls(shown.add), before_steps(shown.add), eager(), shown:
             for _ in range(_ITERATIONS):
                 own = copy(batch)
                 shown.begin(own)
-                with eager():
-                    run(own)
+                run(own)
                 del own
                 shown.end()
-        finally:
-            # Also after a failure: declared captures are the caller's functions, no part of the
-            # snapshot.
-            captured.restore()
         owners = shown.owners()
         handed_on = shown.handed_on()
     # A declared capture is assumed to hold the handed-on tensors.
@@ -88,30 +87,22 @@ def shown_state(
 
 
 class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
-    """A block that saves the state that torch shows, and restores the state at its end."""
+    """A recorder that saves each state when torch first shows it.
+
+    Attributes:
+        saved: The snapshot that restores all of them.
+    """
 
     def __init__(self, declared: Iterable[Owner], device: Device) -> None:
         super().__init__(device)
         self._owners = [*declared]
-        self._saved = Snapshot(self._owners, device)
+        self.saved = Snapshot(self._owners, device)
         # Ids of modules and optimizers, and addresses of generators; _owners keeps all of them.
         self._known = {*map(id, modules_of(self._owners))}
         self._memory: dict[StorageId, Tensor] = {}
         self._leaves: dict[int, Tensor] = {}
-        self._stack = ExitStack()
         self._kept: frozenset[StorageId] = frozenset()  # made in the previous iteration
         self._handed_on: set[StorageId] = set()
-
-    def __enter__(self) -> _Shown:
-        self._stack.callback(self._saved.restore)
-        self._stack.enter_context(before_calls(self._add))
-        self._stack.enter_context(before_steps(self._add))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        super().__exit__(*failure)
-        self._stack.close()
 
     def _record(self, value: Any, mode: str, replays: bool = False) -> None:
         super()._record(value, mode, replays)
@@ -121,7 +112,7 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
             if tensor.requires_grad and tensor.is_leaf and tensor._base is None:
                 if id(tensor) not in self._leaves and self._existed(tensor):
                     self._leaves[id(tensor)] = tensor
-                    self._saved.add(Owner("leaf", tensor))
+                    self.saved.add(Owner("leaf", tensor))
             elif mode in ("w", "rw"):
                 for part in filter(has_storage, parts_of(tensor)):
                     self._before_write(part)
@@ -129,7 +120,7 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; a generator among its arguments is saved first."""
         if (generator := kwargs.get("generator")) is not None:
-            self._add(generator, generator._cdata)
+            self.add(generator, generator._cdata)
         return super().run(func, args, kwargs)
 
     def begin(self, batch: Any) -> None:
@@ -151,8 +142,8 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
         # tensor.
         used = self._kept & accesses.all_reads
         self._handed_on |= {number for number in used if not storages.alive(number)}
-        named = self._memory_of(self._owners)
-        self._kept = frozenset(n for n in accesses.created if storages.alive(n)) - named
+        alive = frozenset(number for number in accesses.created if storages.alive(number))
+        self._kept = alive - self._memory_of_owners()
 
     def handed_on(self) -> list[str]:
         """Return descriptions of the tensors that one iteration made for the next one.
@@ -163,29 +154,21 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
 
     def owners(self) -> Owners:
         """Return the owners of all state that torch showed, with unowned memory as tensors."""
-        # A submodule may have been called, and saved, before the module that contains it.
-        inner = {
-            id(part)
-            for owner in self._owners
-            for part in modules_of([owner])
-            if part is not owner.owner
-        }
-        owners = [owner for owner in self._owners if id(owner.owner) not in inner]
         storages = self.storages
-        named = self._memory_of(owners)
+        named = self._memory_of_owners()
         leaves = [leaf for leaf in self._leaves.values() if not storages.of(leaf) <= named]
-        owners += [Owner(f"leaf ({described(leaf)})", leaf) for leaf in leaves]
+        owners = self._owners + [Owner(f"leaf ({described(leaf)})", leaf) for leaf in leaves]
         named = named.union(*map(storages.of, leaves))
         for number, tensor in self._memory.items():
             if number not in named and tensor.untyped_storage().nbytes():
                 owners.append(Owner(f"memory ({storages.description(number)})", tensor))
         return Owners(owners)
 
-    def _memory_of(self, owners: Iterable[Owner]) -> set[StorageId]:
-        tensors = items_in(owners).tensors.values()
+    def _memory_of_owners(self) -> set[StorageId]:
+        tensors = items_in(self._owners).tensors.values()
         return set[StorageId]().union(*map(self.storages.of, tensors))
 
-    def _add(self, owner: Any, number: int = 0) -> None:
+    def add(self, owner: Any, number: int = 0) -> None:
         """Save the state of a module, optimizer or generator when it first appears.
 
         ``number`` identifies an object that several Python objects may stand for.
@@ -196,9 +179,12 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
         named = Owner(type(owner).__name__, owner)
         if isinstance(owner, Optimizer):
             refuse_scheduled(owner, [other.owner for other in self._owners])
-        self._known |= {number, *map(id, modules_of([named]))}
+        parts = {*map(id, modules_of([named]))}
+        self._known |= parts | {number}
+        # A submodule may have been called, and saved, before the module that contains it.
+        self._owners = [other for other in self._owners if id(other.owner) not in parts]
         self._owners.append(named)
-        self._saved.add(named)
+        self.saved.add(named)
 
     def _existed(self, tensor: Tensor) -> frozenset[StorageId]:
         """Return the storages of a tensor that were there before these iterations."""
@@ -212,4 +198,4 @@ class _Shown(OperatorRecorder):  # type: ignore[no-untyped-call]
                     # The whole storage as bytes: the tensor at hand may be a view of a part of it.
                     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                     self._memory[number] = whole.set_(tensor.untyped_storage())
-                self._saved.add(Owner("memory", self._memory[number]))
+                self.saved.add(Owner("memory", self._memory[number]))

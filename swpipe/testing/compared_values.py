@@ -65,15 +65,14 @@ def first_unequal(
     for name in {**a, **b}:
         left = a.get(name, ABSENT)
         right = b.get(name, ABSENT)
-        if left is ABSENT or right is ABSENT:
-            return Unequal(name, (), left, right)
         if isinstance(left, Tensor) and isinstance(right, Tensor):
             place = _first_different(left, right, rtol, atol)
             if place:
                 left = left[place].item()
                 right = right[place].item()
         else:
-            place = None if _equal(left, right) else ()
+            is_there = left is not ABSENT and right is not ABSENT
+            place = None if is_there and _equal(left, right) else ()
         if place is not None:
             return Unequal(name, place, left, right)
     return None

@@ -109,7 +109,8 @@ def first_difference(
         for task in (PULL, *tasks, RETIRE):
             left, right = (side.left.get((number, task), {}) for side in (side_a, side_b))
             if task == RETIRE:  # tasks that only one side has may leave more
-                left, right = _of_both(left, right), _of_both(right, left)
+                left = _of_both(left, right)
+                right = _of_both(right, left)
             if unequal := first_unequal(left, right, rtol, atol):
                 return Difference(number, task, *unequal)
     return None

@@ -182,7 +182,7 @@ class _Finder(Observer):
         self._memory = MemoryHistory(self._clocks)
         self._storages = Storages()
         self._names: dict[int, str] = {HOST: "host", 0: "default stream"}
-        self._races: dict[tuple[Any, ...], Race] = {}
+        self._races: dict[tuple[Access, ...], Race] = {}
         self.device = resolve(None)
 
     def run(self, make_loop: Callable[[], Any], iterations: int) -> tuple[Race, ...]:
@@ -332,9 +332,7 @@ class _Finder(Observer):
     def _report(self, race: Race) -> None:
         """Add a race, or count it if the same two places have raced before."""
         # Without the iteration: a loop repeats a race in every iteration.
-        key = tuple(
-            (a.task, a.place, a.operator, a.stream, a.writes) for a in (race.first, race.second)
-        )
+        key = tuple(replace(access, iteration=0) for access in (race.first, race.second))
         known = self._races.get(key, replace(race, count=0))
         self._races[key] = replace(known, count=known.count + 1)
 

@@ -35,10 +35,6 @@ FLAGS = (
 )
 
 
-class BuildError(RuntimeError):
-    """The error for a device whose source does not compile."""
-
-
 def why_not() -> str | None:
     """Return why the device cannot be built on this machine, or None if it can."""
     if not sys.platform.startswith("linux"):
@@ -66,7 +62,7 @@ def library() -> Path:
     """Return the path of the built library, and build it first if it is not in the cache.
 
     Raises:
-        BuildError: The compiler failed; the message contains its output.
+        RuntimeError: The compiler failed; the message contains its output.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swpipe"
     # The digest covers all inputs of the build, so that a change of any of them builds anew. Where
@@ -100,7 +96,7 @@ def _build(built: Path) -> None:
         timeout=LIMIT_S,
     )
     if done.returncode:
-        raise BuildError(f"{MAIN.name} does not compile:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{MAIN.name} does not compile:\n{done.stderr[-4000:]}")
     seconds = time.monotonic() - begin
     # rename is atomic: no process loads a library that is only partly written.
     part.rename(built)
