@@ -46,7 +46,7 @@ from swpipe.tasks.torchrec.rewriting.forwards import SparseDistContext
 from swpipe.tasks.torchrec.rewriting.rewrite import Rewrite
 from swpipe.tasks.torchrec.rewriting.seam import run_embedding_backward
 from swpipe.tasks.torchrec.step.grad_reduction import GradientFlow
-from swpipe.tasks.torchrec.step.module_modes import ModuleModesOf
+from swpipe.tasks.torchrec.step.module_modes import module_modes
 from swpipe.tasks.torchrec.step.task_options import TaskOptions
 from swpipe.tasks.torchrec.step.task_states import (
     DRAWS,
@@ -126,7 +126,7 @@ class SparseDistTasks:
         sharded = self.rewrite.sharded
         self.prefetched = PrefetchedBatches.of(sharded)
         self.table_state = TableState(sharded, options.tables_state) or None
-        self.mode = ModuleModesOf(model)
+        self.mode = module_modes(model)
         # Without the split, DenseBackward is the whole backward: it has nothing to do before DDP's
         # reductions must be waited for.
         self.gradients = GradientFlow(model, step, defers=options.forward == "split")
