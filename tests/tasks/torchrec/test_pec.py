@@ -23,7 +23,7 @@ from swpipe.tasks.torchrec import (
     TrainStep,
 )
 from swpipe.tasks.torchrec.pipelines.pec_pipeline import DRAIN, FILL
-from swpipe.tasks.torchrec.rewriting.pec import PecTasks, Sizes
+from swpipe.tasks.torchrec.rewriting.pec import Sizes, pec_tasks
 from tests.support.pec_models import CPU, batches, dense_optimizer, everything, sharded
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import warmed_up
@@ -52,13 +52,11 @@ def trained(kind: str, optimizer: Any = SGD, steps: int = STEPS) -> tuple[Outcom
     with_pec = kind in ("serial", "pec")
     sizes = Sizes()
     modules = {"tables": tasks.rewrite.sharded["tables"]}
-    made = PecTasks(tasks, modules, sizes) if with_pec else tasks
-    plan = replace(plan_of(kind, made.tasks()), tasks=made.tasks())
+    made = pec_tasks(tasks, modules, sizes) if with_pec else tasks.tasks()
+    plan = replace(plan_of(kind, made), tasks=made)
     with SparseDistPipeline(tasks, plan) as pipeline:
         outputs = to_the_end(pipeline, batches(steps))
-    if isinstance(made, PecTasks):
-        return Outcome(outputs, everything(model)), sizes
-    return Outcome(outputs, everything(model)), None
+    return Outcome(outputs, everything(model)), sizes
 
 
 def _differences(optimizer: Any) -> dict[str, list[str]]:
