@@ -50,9 +50,9 @@ from swpipe.tasks.torchrec.step.module_modes import module_modes
 from swpipe.tasks.torchrec.step.task_options import TaskOptions
 from swpipe.tasks.torchrec.step.task_states import (
     DRAWS,
-    Gradients,
     States,
     declared,
+    gradients,
     states_of_parts,
     undeclared_parts,
 )
@@ -367,7 +367,7 @@ class SparseDistTasks:
                 modes[state] = mode if modes.get(state, mode) == mode else "rw"
         # A shortcut restores gradients, except those of the optimizer's task, which has used them.
         states = [
-            Gradients(self).declared(mode)
+            gradients(self, mode)
             if state == "gradients" and "optimizer_step" not in parts
             else declared(self, state, mode)
             for state, mode in modes.items()
