@@ -210,7 +210,7 @@ class SparseDistTasks:
         """Wait for the ids; modules with a cache fill it."""
         pins = self.prefetched
         with nullcontext() if pins is None else pins.prefetching():
-            self.rewrite.prefetch(ctx.pipeline, None if pins is None else pins.counting)
+            self.rewrite.prefetch(ctx.pipeline, nullcontext if pins is None else pins.counting)
 
     def embedding_forward(self, ctx: IterContext) -> None:
         """Look the embeddings up with the current learning rate, and start their exchange."""
