@@ -69,7 +69,7 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
     form = Form(plan=split, kind="split", alone="ahead", zero_grad=None)
 
     trial_batches = 24
-    """The number of batches in each trial; 0 for PEC without a trial."""
+    """The number of batches in each trial, more than FILL + DRAIN; 0 for PEC without a trial."""
 
     def _take(self, given: Mapping[str, Any]) -> None:
         # The split plan is tried first: its step is the measure, and it works for any model.
