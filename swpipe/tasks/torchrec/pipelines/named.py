@@ -351,7 +351,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
             functions["copy"] = self._copied
         if "dense_backward" in functions:
             # An override of _backward gets the losses as the model returned them.
-            functions["postprocess_loss"] = _unchanged
+            functions["postprocess_loss"] = lambda losses: losses
         # Overrides of either read or write `batches`, whose oldest entry must go when its batch
         # ends.
         if self._overrides & {"dequeue_batch", "_next_batch"}:
@@ -404,7 +404,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         # TorchRec's copy_batch_to_gpu pulls with self._next_batch. The batch was pulled before, so
         # an attribute of the instance hides the override meanwhile: it must not run twice for one
         # batch.
-        self.__dict__["_next_batch"] = _next_or_none
+        self.__dict__["_next_batch"] = lambda iterator: next(iterator, None)
         try:
             self.enqueue_batch(iter([batch]))
         finally:
@@ -456,14 +456,6 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         self.close()
         begin()
         SparseDistPipeline.load_state_dict(self, state)
-
-
-def _unchanged(losses: Any) -> Any:
-    return losses
-
-
-def _next_or_none(iterator: Iterator[In]) -> In | None:
-    return next(iterator, None)
 
 
 def _batches_per_step(optimizer: Any) -> int:

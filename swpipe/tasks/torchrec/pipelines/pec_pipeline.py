@@ -25,7 +25,7 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec.pec_plan import pec
 from swpipe.tasks.torchrec.pipelines.drop_in import split
 from swpipe.tasks.torchrec.pipelines.named import Form, In, Out, TrainPipelineSparseDist
-from swpipe.tasks.torchrec.rewriting.pec import PecTasks, Sizes
+from swpipe.tasks.torchrec.rewriting.pec import Sizes, pec_tasks
 from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
 
 Phase: TypeAlias = Literal["split", "pec"]
@@ -69,7 +69,7 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
     form = Form(plan=split, kind="split", alone="ahead", zero_grad=None)
 
     trial_batches = 24
-    """The number of batches in each trial; 0 for PEC without a trial."""
+    """The number of batches in each trial, more than FILL + DRAIN; 0 for PEC without a trial."""
 
     def _take(self, given: Mapping[str, Any]) -> None:
         # The split plan is tried first: its step is the measure, and it works for any model.
@@ -117,7 +117,7 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
         modules = self._collections(tasks) if self._phase == "pec" else {}
         if not modules:
             return super()._plan(tasks)
-        return replace(pec(), tasks=PecTasks(tasks, modules, self._sizes).tasks())
+        return replace(pec(), tasks=pec_tasks(tasks, modules, self._sizes))
 
     def _collections(self, tasks: SparseDistTasks) -> dict[str, Any]:
         """Return the collections that can be exchanged in two parts; empty on a single rank."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from inspect import Parameter, Signature
-from typing import Any, NoReturn
+from typing import Any, Self
 
 from swpipe.tasks.torchrec._torchrec import torchrec_class, torchrec_pipelines
 
@@ -134,13 +134,11 @@ INSTEAD = {
 class Elsewhere(torchrec_pipelines.TrainPipeline):  # type: ignore[misc]
     """Base class of the classes in ``INSTEAD``, which cannot be constructed."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        name = type(self).__name__
+    # Not __init__, which is called for classes without abstract methods only.
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Raise NotImplementedError."""
+        name = cls.__name__
         raise NotImplementedError(f"{name} has no counterpart in swpipe: {INSTEAD[name]}")
-
-    def progress(self, dataloader_iter: Any) -> NoReturn:
-        """Raise NotImplementedError; required by TorchRec's abstract base class."""
-        raise NotImplementedError
 
 
 def _made(name: str, instead: str) -> type[Elsewhere]:

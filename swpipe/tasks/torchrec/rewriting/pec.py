@@ -355,70 +355,63 @@ class _Merged(LazyAwaitable):  # type: ignore[misc]
         return jagged
 
 
-class PecTasks:
-    """The fourteen tasks of a step with PEC, made from the eleven of ``tasks``.
+def pec_tasks(
+    tasks: SparseDistTasks, collections: Mapping[str, Any], sizes: Sizes
+) -> tuple[PipelineTask, ...]:
+    """Return the fourteen tasks of a step with PEC, made from the eleven of ``tasks``.
 
     Args:
         tasks: The tasks of the step, whose ``forward`` is "split".
-        modules: The collections of TorchRec that are exchanged in two parts, by name.
+        collections: The collections of TorchRec that are exchanged in two parts, by name.
         sizes: Counts the bytes of both exchanges.
 
     Raises:
         ValueError: A table's optimizer counts its look-ups, of which PEC makes more.
     """
+    counting = [name for name, module in collections.items() if counts(module)]
+    if counting:
+        raise ValueError(
+            f"the optimizer fused into {', '.join(counting)} counts look-ups, which PEC makes "
+            "more of: take TrainPipelineFusedSparseDist, or SGD or Adagrad for the tables"
+        )
+    modules = [PecModule(name, module, sizes) for name, module in collections.items()]
+    # The replaced forwards of these modules then look up the shared rows only.
+    tasks.rewrite.look_ups = {module.name: module.look_up_late for module in modules}
 
-    def __init__(self, tasks: SparseDistTasks, modules: Mapping[str, Any], sizes: Sizes) -> None:
-        counting = [name for name, module in modules.items() if counts(module)]
-        if counting:
-            raise ValueError(
-                f"the optimizer fused into {', '.join(counting)} counts look-ups, which PEC makes "
-                "more of: take TrainPipelineFusedSparseDist, or SGD or Adagrad for the tables"
-            )
-        self._tasks = tasks
-        self._sizes = sizes
-        self._modules = [PecModule(name, module, sizes) for name, module in modules.items()]
-        # The replaced forwards of these modules then look up the shared rows only.
-        tasks.rewrite.look_ups = {module.name: module.look_up_late for module in self._modules}
-
-    def tasks(self) -> tuple[PipelineTask, ...]:
-        """Return the tasks, in serial order."""
-        modules = self._modules
-        # The overlap and the deferred gradients are state between iterations. Declaring them makes
-        # the plan's order of these tasks checked like any other.
-        overlap = DeclaredIO(state="overlap", others="", reset=self._forget)
-        deferred = DeclaredIO(state="late gradients", others="")
-        reads, updates = (DeclaredIO(state="tables", mode=mode) for mode in ("r", "rw"))
-        look_up_early = in_turn([module.look_up_early for module in modules])
-        update_deferred = in_turn([module.update_deferred for module in modules])
-        added = {
-            names.PREFETCH: [
-                PipelineTask(OVERLAP, self._start_masks, [overlap]),
-                PipelineTask(EARLY, look_up_early, [overlap, reads]),
-            ],
-            names.DENSE: [PipelineTask(LATE, update_deferred, [deferred, updates])],
-        }
-        masks = DeclaredIO(state="overlap", mode="r")
-        wrapped = {
-            names.EMBED: ([module.start_deferred for module in modules], [deferred]),
-            names.DENSE_BACK: ([module.start_backward for module in modules], [masks, deferred]),
-            names.EMBED_BACK: ([module.update for module in modules], []),
-        }
-        tasks = []
-        for own in self._tasks.tasks():
-            then, io = wrapped.get(own.name, ([], []))
-            task = replace(own, fn=in_turn([own.fn, *then]), io=(*own.io, *io))
-            tasks += [task, *added.get(own.name, ())]
-        return tuple(tasks)
-
-    def _forget(self) -> None:
-        """Forget the batches that were dropped."""
-        for module in self._modules:
+    def forget() -> None:
+        for module in modules:
             module.forget()
 
-    def _start_masks(self, ctx: IterContext) -> None:
-        """Start to tell the other ranks which rows the batch before uses."""
-        ctx.pec = {module.name: module.start_masks(ctx) for module in self._modules}
-        self._sizes.steps += 1
+    def start_masks(ctx: IterContext) -> None:
+        ctx.pec = {module.name: module.start_masks(ctx) for module in modules}
+        sizes.steps += 1
+
+    # The overlap and the deferred gradients are state between iterations. Declaring them makes the
+    # plan's order of these tasks checked like any other.
+    overlap = DeclaredIO(state="overlap", others="", reset=forget)
+    deferred = DeclaredIO(state="late gradients", others="")
+    reads, updates = (DeclaredIO(state="tables", mode=mode) for mode in ("r", "rw"))
+    look_up_early = in_turn([module.look_up_early for module in modules])
+    update_deferred = in_turn([module.update_deferred for module in modules])
+    added = {
+        names.PREFETCH: [
+            PipelineTask(OVERLAP, start_masks, [overlap]),
+            PipelineTask(EARLY, look_up_early, [overlap, reads]),
+        ],
+        names.DENSE: [PipelineTask(LATE, update_deferred, [deferred, updates])],
+    }
+    masks = DeclaredIO(state="overlap", mode="r")
+    wrapped = {
+        names.EMBED: ([module.start_deferred for module in modules], [deferred]),
+        names.DENSE_BACK: ([module.start_backward for module in modules], [masks, deferred]),
+        names.EMBED_BACK: ([module.update for module in modules], []),
+    }
+    fourteen: list[PipelineTask] = []
+    for own in tasks.tasks():
+        then, io = wrapped.get(own.name, ([], []))
+        task = replace(own, fn=in_turn([own.fn, *then]), io=(*own.io, *io))
+        fourteen += [task, *added.get(own.name, ())]
+    return tuple(fourteen)
 
 
 def _parts(split: Any, orders: Sequence[Tensor]) -> Parts:

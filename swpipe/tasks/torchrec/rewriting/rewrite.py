@@ -58,7 +58,6 @@ from swpipe.tasks.torchrec.step.task_options import Find, TaskOptions
 
 LATE = "; looked up within the dense part, since DDP reduces parameters of it"
 
-_ALONE = nullcontext()
 
 _REWRITES: WeakKeyDictionary[nn.Module, WeakSet[Rewrite]] = WeakKeyDictionary()
 """Sharded module to all rewrites of it."""
@@ -306,7 +305,7 @@ class Rewrite:
     def prefetch(
         self,
         context: SparseDistContext,
-        counting: Callable[[Any], AbstractContextManager[object]] | None = None,
+        counting: Callable[[Any], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Wait for the ids; modules with a cache fill it.
 
@@ -322,7 +321,7 @@ class Rewrite:
             name = forward.name
             request = context.input_dist_tensors_requests.pop(name)
             data, module_context = request.wait_with_context()
-            with _ALONE if counting is None else counting(data):
+            with counting(data):
                 forward._module.prefetch(
                     ctx=module_context, dist_input=data, forward_stream=forward_stream
                 )

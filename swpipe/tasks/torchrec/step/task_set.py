@@ -46,13 +46,13 @@ from swpipe.tasks.torchrec.rewriting.forwards import SparseDistContext
 from swpipe.tasks.torchrec.rewriting.rewrite import Rewrite
 from swpipe.tasks.torchrec.rewriting.seam import run_embedding_backward
 from swpipe.tasks.torchrec.step.grad_reduction import GradientFlow
-from swpipe.tasks.torchrec.step.module_modes import ModuleModesOf
+from swpipe.tasks.torchrec.step.module_modes import module_modes
 from swpipe.tasks.torchrec.step.task_options import TaskOptions
 from swpipe.tasks.torchrec.step.task_states import (
     DRAWS,
-    Gradients,
     States,
     declared,
+    gradients,
     states_of_parts,
     undeclared_parts,
 )
@@ -126,7 +126,7 @@ class SparseDistTasks:
         sharded = self.rewrite.sharded
         self.prefetched = PrefetchedBatches.of(sharded)
         self.table_state = TableState(sharded, options.tables_state) or None
-        self.mode = ModuleModesOf(model)
+        self.mode = module_modes(model)
         # Without the split, DenseBackward is the whole backward: it has nothing to do before DDP's
         # reductions must be waited for.
         self.gradients = GradientFlow(model, step, defers=options.forward == "split")
@@ -210,7 +210,7 @@ class SparseDistTasks:
         """Wait for the ids; modules with a cache fill it."""
         pins = self.prefetched
         with nullcontext() if pins is None else pins.prefetching():
-            self.rewrite.prefetch(ctx.pipeline, None if pins is None else pins.counting)
+            self.rewrite.prefetch(ctx.pipeline, nullcontext if pins is None else pins.counting)
 
     def embedding_forward(self, ctx: IterContext) -> None:
         """Look the embeddings up with the current learning rate, and start their exchange."""
@@ -367,7 +367,7 @@ class SparseDistTasks:
                 modes[state] = mode if modes.get(state, mode) == mode else "rw"
         # A shortcut restores gradients, except those of the optimizer's task, which has used them.
         states = [
-            Gradients(self).declared(mode)
+            gradients(self, mode)
             if state == "gradients" and "optimizer_step" not in parts
             else declared(self, state, mode)
             for state, mode in modes.items()

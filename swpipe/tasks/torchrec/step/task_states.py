@@ -116,33 +116,31 @@ def _rows(tasks: Any) -> Iterator[Tensor]:
                 yield place
 
 
-class Gradients:
-    """The gradients of a step, which a shortcut of a backward restores."""
+def gradients(tasks: Any, mode: Mode) -> DeclaredIO:
+    """Return the declaration of the gradients for a task that does not update the parameters.
 
-    def __init__(self, tasks: Any) -> None:
-        self._tasks = tasks
+    A shortcut of the task restores them.
+    """
 
-    def declared(self, mode: Mode) -> DeclaredIO:
-        """Return the declaration for a task that does not update the parameters."""
-        return DeclaredIO(self._get, self._set, "gradients", mode)
+    def buffered() -> list[Tensor]:
+        """Return the gradients that Megatron's wrappers keep, which are views of a buffer."""
+        return [p.main_grad for p in tasks.model.parameters() if hasattr(p, "main_grad")]
 
-    def _get(self) -> tuple[list[Tensor | None], list[Tensor]]:
-        self._tasks.gradients.reduction.finish()
+    def capture() -> tuple[list[Tensor | None], list[Tensor]]:
+        tasks.gradients.reduction.finish()
         # Copies, since a gradient is often a view of a bucket, to which the next backward writes.
-        parameters = self._tasks.step.parameters()
+        parameters = tasks.step.parameters()
         own = [None if p.grad is None else p.grad.detach().clone() for p in parameters]
-        return own, [parameter.main_grad.clone() for parameter in self._buffered()]
+        return own, [gradient.clone() for gradient in buffered()]
 
-    def _set(self, gradients: tuple[list[Tensor | None], list[Tensor]]) -> None:
-        own, buffered = gradients
-        for parameter, gradient in zip(self._tasks.step.parameters(), own, strict=True):
+    def restore(captured: tuple[list[Tensor | None], list[Tensor]]) -> None:
+        own, copies = captured
+        for parameter, gradient in zip(tasks.step.parameters(), own, strict=True):
             if gradient is None or parameter.grad is None:
                 parameter.grad = None if gradient is None else gradient.clone()
             else:
                 parameter.grad.copy_(gradient)
-        for parameter, copy in zip(self._buffered(), buffered, strict=True):
-            parameter.main_grad.copy_(copy)  # in place, since it is a view of a buffer
+        for gradient, copy in zip(buffered(), copies, strict=True):
+            gradient.copy_(copy)
 
-    def _buffered(self) -> list[Any]:
-        """Return the parameters whose gradients Megatron's wrappers keep."""
-        return [p for p in self._tasks.model.parameters() if hasattr(p, "main_grad")]
+    return DeclaredIO(capture, restore, "gradients", mode)
