@@ -263,9 +263,8 @@ class _Advisor:
         plan = self.plan
         # Calling the loader on a thread of its own is the simplest change: it needs no dependences.
         if PULL in self._costs.tasks and plan.pull_group is None:
-            depth = None if plan.pipeline_depth is None else plan.pipeline_depth + 1
             group = "loader" if "loader" not in plan.thread_groups else "loader_thread"
-            yield replace(plan, pull_group=group, pipeline_depth=depth)
+            yield replace(_deeper(plan, 1), pull_group=group)
         if not plan.cross_iter_deps:
             return
         threads = max(2, min(4, cores()), plan.threads)

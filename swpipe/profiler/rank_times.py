@@ -47,13 +47,13 @@ class RankWait:
 
     @property
     def text(self) -> str:
-        """One line about the wait."""
+        """A sentence about the wait, without its full stop."""
         waits, longer = (
             listed([f"{name} {ms(s)}" for name, s in of.items()], 4)
             for of in (self.waits_in, self.longer_there)
         )
         return (
-            f"rank {self.rank} waits for rank {self.waits_for}: {self.waited.exact} ms per "
+            f"Rank {self.rank} waits for rank {self.waits_for}: {self.waited.exact} ms per "
             f"iteration, in {waits}; "
             f"rank {self.waits_for} takes longer in {longer}"
         )
@@ -127,13 +127,8 @@ def host_ends(ranks: Sequence[RankTimes]) -> dict[str, RankEnds]:
 
 
 def waited_for(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> int:
-    """Return the rank that waits least for other ranks.
-
-    Other ranks wait for this one, if any rank waits. Among equals, it is the rank with the longest
-    iterations.
-    """
-    waits_s = {of.rank: sum(w.waited.value_s for w in waits if w.rank == of.rank) for of in ranks}
-    return min(ranks, key=lambda of: (waits_s[of.rank], -of.baseline_s)).rank
+    """Return the rank of the longest wait, or the one with the longest iterations if none waits."""
+    return waits[0].waits_for if waits else step_ends(ranks).rank
 
 
 def rank_lines(ranks: Sequence[RankTimes], waits: Sequence[RankWait]) -> Iterator[str]:

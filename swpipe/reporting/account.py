@@ -302,7 +302,9 @@ def _causes(
 def _verdict(parts: tuple[StepPart, ...], profile: ProfileResult) -> StepVerdict:
     shares = {cause: sum(p.share for p in parts if p.cause == cause) for cause in CAUSES}
     bound, why = _bound(parts, profile, shares)
-    return StepVerdict(bound, " ".join([why, *_waiting_ranks(profile)]), shares)
+    # The longest wait of a rank for another one, if there is any.
+    waits = (f"{wait.text}." for wait in profile.rank_waits[:1])
+    return StepVerdict(bound, " ".join([why, *waits]), shares)
 
 
 def _bound(
@@ -336,16 +338,6 @@ def _bound(
     named = listed(long, _NAMED) if long else f"{counted(len(tasks), 'task')}, each a little"
     bound: Bound = f"{most}-bound"  # type: ignore[assignment]
     return bound, f"For {shares[most]:.0%} of its time it {_WORDS[most]}: {named}."
-
-
-def _waiting_ranks(profile: ProfileResult) -> Iterator[str]:
-    """Yield a sentence on the rank that waits longest for another rank, and the reason."""
-    for wait in profile.rank_waits[:1]:
-        longer = listed([*wait.longer_there])
-        yield (
-            f"Rank {wait.rank} waits {wait.waited.text} ms of each step for rank "
-            f"{wait.waits_for}, which takes longer in {longer}."
-        )
 
 
 # ---------------------------------------------------------------------------------------- ceiling

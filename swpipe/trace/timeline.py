@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from swpipe.core.pictures import (
@@ -49,8 +48,6 @@ HEADING = 0.32
 
 LETTER = 0.58
 """The approximate width of a letter, in font sizes."""
-
-HEADINGS = {"thread": "thread groups", "stream": "streams"}
 
 
 def plot(
@@ -89,7 +86,7 @@ def _drawn(panels: Sequence[Panel], title: str | None) -> Iterator[Figure]:
         style_axes(axes)
         # y grows downwards, so that the first panel is on top.
         axes.set(xlim=(0, span_ms), ylim=(end, 0))
-        axes.set_yticks([top + BOX / 2 for top in tops.values()], [row.name for _, row in tops])
+        axes.set_yticks([top + BOX / 2 for top in tops.values()], [row.label for _, row in tops])
         for heading, top in headings:
             axes.text(0, top, heading, va="center", fontsize=SMALL_SIZE, color=FAINT)
         # How much text fits a box is known only once the layout is.
@@ -105,24 +102,17 @@ def _drawn(panels: Sequence[Panel], title: str | None) -> Iterator[Figure]:
 def _layout(
     panels: Sequence[Panel],
 ) -> tuple[dict[tuple[int, Row], float], list[tuple[str, float]], float]:
-    """Return the tops of rows by panel and row, the middles of headings, and the end.
-
-    In a panel with both kinds of rows, each kind has a heading.
-    """
+    """Return the tops of rows by panel and row, the middles of headings, and the end."""
     tops: dict[tuple[int, Row], float] = {}
     headings: list[tuple[str, float]] = []
     end = 0.0
     for number, panel in enumerate(panels):
-        kinds = [(kind, [*of]) for kind, of in groupby(rows_of(panel.spans), lambda row: row.kind)]
-        for place, (kind, rows) in enumerate(kinds):
-            # The panel's heading stands above its first kind of rows only.
-            parts = (panel.heading if place == 0 else "", HEADINGS[kind] if kinds[1:] else "")
-            if heading := ", ".join(filter(None, parts)):
-                headings.append((heading, end + HEADING / 2))
-                end += HEADING
-            for row in rows:
-                tops[number, row] = end
-                end += 1
+        if panel.heading:
+            headings.append((panel.heading, end + HEADING / 2))
+            end += HEADING
+        for row in rows_of(panel.spans):
+            tops[number, row] = end
+            end += 1
     return tops, headings, end
 
 

@@ -44,9 +44,9 @@ iteration           12.5         12.5     0
 read                5.00  8.00 ± 0.10     1      5.00  8.00 ± 0.20     1
 forward             8.00  8.00 ± 0.10     0      7.00  9.50 ± 0.20     0
 backward            4.00  4.00 ± 0.10     0      4.00  4.00 ± 0.20     0
-rank 0 waits for rank 1: 5.500 ± 0.283 ms per iteration, in forward 5.500; rank
+Rank 0 waits for rank 1: 5.500 ± 0.283 ms per iteration, in forward 5.500; rank
   1 takes longer in read 6.000
-rank 2 waits for rank 1: 3.000 ± 0.283 ms per iteration, in forward 3.000; rank
+Rank 2 waits for rank 1: 3.000 ± 0.283 ms per iteration, in forward 3.000; rank
   1 takes longer in read 3.000
 """
 
@@ -106,7 +106,7 @@ def test_a_damaged_rank_is_refused() -> None:
 
 
 def test_the_rank_that_others_wait_for() -> None:
-    """The one that waits least; all iterations take as long. Of several, the slowest."""
+    """By the longest wait, since all iterations take as long; without a wait, the slowest."""
     result = replace(RESULT, ranks=RANKS, collectives=("forward", "backward"))
     assert waited_for(RANKS, result.rank_waits) == 1
     slower = of_step(RANKS[2], 2 * RANKS[2].baseline_s)

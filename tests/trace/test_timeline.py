@@ -43,7 +43,7 @@ def texts(source: str) -> list[str]:
 
 
 def test_traces_are_stacked(tmp_path: Path) -> None:
-    """Each has its heading and rows, starts at 0, and names its kinds of rows if there are both."""
+    """Each has its heading and rows, starts at 0, and tells its streams from its threads."""
     pytest.importorskip("matplotlib")
     later = [replace(s, start_ns=s.start_ns + 900 * MS, end_ns=s.end_ns + 900 * MS) for s in READS]
     heights = []
@@ -52,19 +52,18 @@ def test_traces_are_stacked(tmp_path: Path) -> None:
         source = (tmp_path / "both.svg").read_text()
         heights.append(float(re.findall(r'height="([\d.]+)pt"', source)[0]))
     written = texts(source)
-    assert {"a", "b, thread groups", "streams", "memcpy", "30"} <= {*written}
-    assert written.index("a") < written.index("b, thread groups")
+    assert {"a", "b", "stream memcpy", "30"} <= {*written}
+    assert written.index("a") < written.index("b")
     assert (written.count("io"), written.count("read")) == (2, 8)
     assert "900" not in written
     assert heights[0] < heights[1]
 
 
 def test_rows_boxes_and_the_axis_are_named(tmp_path: Path) -> None:
-    """A box has its task and iteration, the axis counts milliseconds; threads need no heading."""
+    """A box has its task and iteration, and the axis counts milliseconds."""
     written = texts(svg(tmp_path, [*READS, *TRAINS], title="Two threads"))
     assert {"io", "default", "read", "train", "3", "0 ms", "20", "Two threads"} <= set(written)
     assert written.count("read") == 4
-    assert "thread groups" not in written
     Trace(READS).plot(tmp_path / "timeline.png")
     head = (tmp_path / "timeline.png").read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
