@@ -324,7 +324,6 @@ class EvenIterator:
         if limited and data.size > 1:
             caller = threading.get_ident()
             self._limit = PullLimit(self, caller, data.timeout_s, EvenIterator._slow)
-        self._pulls = 0
         self._begun = False
         self._beginning: tuple[Tensor, dist.Work | None] | None = None
         # The number of coming steps that need no agreement.
@@ -446,10 +445,9 @@ class EvenIterator:
         limit = self._limit
         if limit is None:
             return next(self.source)
-        self._pulls += 1
-        # A new number for each pull: the watching thread can tell one long pull from many short
+        # A new object for each pull: the watching thread can tell one long pull from many short
         # ones.
-        limit.began = self._pulls
+        limit.began = object()
         try:
             return next(self.source)
         except BaseException as error:
