@@ -487,7 +487,7 @@ class EvenIterator:
         if max(statuses) >= _BEGINS:
             began = [rank for rank, status in enumerate(statuses) if status >= _BEGINS]
             raise OutOfStepError(
-                f"ranks {began} have begun another pass before step {self.steps} of this one: "
+                f"{name_ranks(began)} began another pass before step {self.steps} of this one: "
                 "leave a pass on all ranks after the same step, and give loops that run at the "
                 "same time an EvenData each"
             )
@@ -602,8 +602,9 @@ def _uneven(statuses: list[int], steps: int) -> UnevenDataError:
     ended = [rank for rank, status in enumerate(statuses) if status == _ENDED]
     others = [rank for rank, status in enumerate(statuses) if status == _HAS]
     return UnevenDataError(
-        f"the data of ranks {ended} ended after {steps} batches, and ranks {others} have more: a "
-        "step needs all ranks. Give every rank the same number of batches, or wrap the loader, on "
-        "all ranks: EvenData('stop').over(loader) stops all where the first one's data ends, "
-        "EvenData('pad', pad=...).over(loader) continues to the end of the longest"
+        f"the data of {name_ranks(ended)} ended after {steps} batches, and that of "
+        f"{name_ranks(others)} did not: a step needs all ranks. Give every rank the same number of "
+        "batches, or wrap the loader, on all ranks: EvenData('stop').over(loader) stops all where "
+        "the first one's data ends, EvenData('pad', pad=...).over(loader) continues to the end "
+        "of the longest"
     )
