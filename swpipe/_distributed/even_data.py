@@ -318,7 +318,6 @@ class EvenIterator:
         if limited and data.size > 1:
             caller = threading.get_ident()
             self._limit = PullLimit(self, caller, data.timeout_s, EvenIterator._slow)
-        self._pulls = 0
         self._begun = False
         self._beginning: tuple[Tensor, dist.Work | None] | None = None
         # The number of coming steps that need no agreement.
@@ -440,10 +439,9 @@ class EvenIterator:
         limit = self._limit
         if limit is None:
             return next(self.source)
-        self._pulls += 1
-        # A new number for each pull: the watching thread can tell one long pull from many short
+        # A new object for each pull: the watching thread can tell one long pull from many short
         # ones.
-        limit.began = self._pulls
+        limit.began = object()
         try:
             return next(self.source)
         except BaseException as error:
@@ -483,7 +481,7 @@ class EvenIterator:
         if max(statuses) >= _BEGINS:
             began = [rank for rank, status in enumerate(statuses) if status >= _BEGINS]
             raise OutOfStepError(
-                f"ranks {began} have begun another pass before step {self.steps} of this one: "
+                f"{name_ranks(began)} began another pass before step {self.steps} of this one: "
                 "leave a pass on all ranks after the same step, and give loops that run at the "
                 "same time an EvenData each"
             )
@@ -598,8 +596,9 @@ def _uneven(statuses: list[int], steps: int) -> UnevenDataError:
     ended = [rank for rank, status in enumerate(statuses) if status == _ENDED]
     others = [rank for rank, status in enumerate(statuses) if status == _HAS]
     return UnevenDataError(
-        f"the data of ranks {ended} ended after {steps} batches, and ranks {others} have more: a "
-        "step needs all ranks. Give every rank the same number of batches, or wrap the loader, on "
-        "all ranks: EvenData('stop').over(loader) stops all where the first one's data ends, "
-        "EvenData('pad', pad=...).over(loader) continues to the end of the longest"
+        f"the data of {name_ranks(ended)} ended after {steps} batches, and that of "
+        f"{name_ranks(others)} did not: a step needs all ranks. Give every rank the same number of "
+        "batches, or wrap the loader, on all ranks: EvenData('stop').over(loader) stops all where "
+        "the first one's data ends, EvenData('pad', pad=...).over(loader) continues to the end "
+        "of the longest"
     )

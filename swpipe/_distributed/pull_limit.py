@@ -40,7 +40,7 @@ class PullLimit:
     """A thread that watches one pass until ``end``.
 
     Attributes:
-        began: A number for each pull of the rank's own data; None while no pull is under way.
+        began: An object for each pull of the rank's own data; None while no pull is under way.
         late: The error that a wait for other ranks has raised; None if none has.
         exceeded: The error of a pull that took too long, which this object raises in the caller's
             thread; None if no pull did.
@@ -59,7 +59,7 @@ class PullLimit:
         limit_s: float,
         describe: Callable[[Any], RuntimeError],
     ) -> None:
-        self.began: int | None = None
+        self.began: object | None = None
         self.late: RuntimeError | None = None
         self.exceeded: RuntimeError | None = None
         self._limit_s = limit_s

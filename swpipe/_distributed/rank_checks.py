@@ -260,8 +260,11 @@ def tell_failure(error: BaseException) -> None:
     """Write this rank's failure to the store, and note on the error which rank may be the cause."""
     if is_alone():
         return
-    text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    own = _Failure(dist.get_rank(), time.time(), _kind(error), shorten(text, MOST_IN_MESSAGE))
+    kind = _kind(error)
+    texts = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+    # On 1,000 ranks that lose their communication, the log has to stay short: no rank quotes them.
+    text = "" if kind == "lost" else shorten("; ".join(texts), MOST_IN_MESSAGE)
+    own = _Failure(dist.get_rank(), time.time(), kind, text)
     try:
         cause = within(STORE_S, lambda: _cause(own))
     except RuntimeError as gone:
@@ -302,7 +305,7 @@ class _Failure(NamedTuple):
         rank: The rank.
         time_s: When it failed, in seconds of ``time.time``.
         kind: "own", or an effect of other ranks: "stall" or "lost", for lost communication.
-        error: The error with its notes.
+        error: The error with its notes; empty for lost communication.
     """
 
     rank: int

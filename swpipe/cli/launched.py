@@ -132,8 +132,9 @@ class Rank:
             )
         if self._local_rank >= torch.accelerator.device_count():
             raise UserError(
-                f"--device {device}: local rank {self._local_rank} has none of its own, there are "
-                f"{torch.accelerator.device_count()}; start as many ranks as there are devices"
+                f"--device {device}: local rank {self._local_rank} has no device of its own, since "
+                f"this machine has {torch.accelerator.device_count()}; start as many ranks as it "
+                "has devices"
             )
         # Tensors on the host are exchanged over gloo, those on the device over its own backend.
         backend = dist.get_default_backend_for_device(kind.type)

@@ -249,7 +249,7 @@ def test_a_pass_that_one_rank_leaves_alone_is_an_error_on_the_others(two_ranks: 
     (seen, told), (others, why) = two_ranks.run(_one_leaves)
     assert (seen, others) == (2, 3)
     assert "rank 1 did not answer within 5 s" in told
-    assert "ranks [0] have begun another pass before step 3 of this one" in why
+    assert "rank 0 began another pass before step 3 of this one" in why
 
 
 def test_an_iterator_has_one_pass() -> None:

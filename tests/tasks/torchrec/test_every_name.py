@@ -474,7 +474,7 @@ def uneven_data_is_an_error_on_all_ranks(name: str) -> list[str]:
                 while True:
                     outputs.append(pipeline.progress(data))
             again = to_the_end(pipeline, batches(2))
-        told = f"the data of ranks [{counts.index(fewest)}] ended after {fewest} batches"
+        told = f"the data of rank {counts.index(fewest)} ended after {fewest} batches"
         right = told in str(caught.value) and "EvenData('stop')" in str(caught.value)
         if not right or (len(outputs), len(again)) != (fewest, 2):
             found.append(f"{counts}: {len(outputs)}, {len(again)}, {caught.value}")
