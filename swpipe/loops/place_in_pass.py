@@ -42,14 +42,12 @@ def begun_again(of: PulledLoader, record: PassRecord, saved: Mapping[str, Any]) 
         ValueError: The loader does not give the batches again that were handed out last.
     """
     handed_out = saved["batches"]
-    if not of.has_state:
-        if of.goes_on and handed_out:
-            raise ValueError(
-                f"{handed_out} batches of the pass were handed out before the state was saved, and "
-                f"the loader is an iterator ({type(of.loader).__name__}), which cannot be begun "
-                "again to skip them: give a DataLoader or another object that makes a new iterator"
-            )
-        _check_length(of.length, handed_out)
+    if not of.has_state and of.goes_on and handed_out:
+        raise ValueError(
+            f"{handed_out} batches of the pass were handed out before the state was saved, and "
+            f"the loader is an iterator ({type(of.loader).__name__}), which cannot be begun "
+            "again to skip them: give a DataLoader or another object that makes a new iterator"
+        )
     batches, pulls, loader = _led_back(of, record, saved)
     record.begin_again(pulls, loader, saved)
     return batches
