@@ -197,8 +197,7 @@ class PassRecord:
     def check_as_pulled(self, number: int, batch: Any) -> None:
         """Raise an error if a batch was written since the loader has made it."""
         pull = self._pulls.get(number)
-        made_here = self._of.data is not None
-        if made_here and pull is not None and not pull.contents.are_those_of(batch):
+        if pull is not None and not pull.contents.are_those_of(batch):
             raise RuntimeError(
                 f"batch {number} of the pass was pulled ahead and is not any more what the loader "
                 "made: its memory was written, or its parts replaced, before the loop came to it. "

@@ -42,14 +42,12 @@ def begun_again(of: PulledLoader, record: PassRecord, saved: Mapping[str, Any]) 
         ValueError: The loader does not give the batches again that were handed out last.
     """
     handed_out = saved["batches"]
-    if not of.has_state:
-        if of.goes_on and handed_out:
-            raise ValueError(
-                f"{handed_out} batches of the pass were handed out before the state was saved, and "
-                f"the loader is an iterator ({type(of.loader).__name__}), which cannot be begun "
-                "again to skip them: give a DataLoader or another object that makes a new iterator"
-            )
-        _check_length(of.length, handed_out)
+    if not of.has_state and of.goes_on and handed_out:
+        raise ValueError(
+            f"{handed_out} batches of the pass were handed out before the state was saved, and "
+            f"the loader is an iterator ({type(of.loader).__name__}), which cannot be begun "
+            "again to skip them: give a DataLoader or another object that makes a new iterator"
+        )
     batches, pulls, loader = _led_back(of, record, saved)
     record.begin_again(pulls, loader, saved)
     return batches
@@ -81,8 +79,12 @@ def _led_back(
         here = record.ask() if own is not None and isinstance(of.inner, DataLoader) else own
         pulls, same = _pulled_again(of, batches, saved)
         # Without a state, too few batches mean other data; with one, another beginning is tried.
-        if own is None:
-            _check_length(skipped + len(pulls), number)
+        length = skipped + len(pulls)
+        if own is None and length < number:
+            raise ValueError(
+                f"the loader has {length} batches, but {number} were handed out before the state "
+                "was saved: resume with the same data"
+            )
         if same and len(pulls) == len(again):
             return batches, pulls, here
     kind = type(loader).__name__
@@ -139,11 +141,3 @@ def begun_at(loader: Any, state: Any) -> Iterator[Any]:
         kind = type(loader).__name__
         add_note(error, f"swpipe: raised by the loader ({kind}) when it was given its saved state")
         raise
-
-
-def _check_length(length: float, handed_out: int) -> None:
-    if length < handed_out:
-        raise ValueError(
-            f"the loader has {length} batches, but {handed_out} were handed out before the state "
-            "was saved: resume with the same data"
-        )

@@ -30,8 +30,6 @@ OF_PLACE = (*NEW_PASS, "loader", "loader_draws", "in_turn", "at_start", "generat
 _OF_LOADER = ("loader", "loader_at_start")
 """The keys of the loader's own state, which the loader checks itself."""
 
-_KEYS = frozenset(["version", "ranks", "pipeline", "checksum", *OF_PLACE])
-
 
 def complete(pipeline: Mapping[str, int], place: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state with the pipeline's state, a place in a pass, and a checksum."""
@@ -50,17 +48,18 @@ def why_not_loaded(state: object, of: PulledLoader, *, same_ranks: bool) -> str:
     # From the outermost property to the innermost: each test relies on the ones before it.
     if not isinstance(state, Mapping):
         return f"it is {shown(state)}"
-    version = state.get("version", VERSION)  # a missing version is reported with other keys below
-    if type(version) is not int or version != VERSION:
+    version = state.get("version", VERSION)
+    if version != VERSION:
         return (
             f"its version is {shown(version)}, and this swpipe has {VERSION}: go on with "
             "the version of swpipe that saved it"
         )
-    if different := _KEYS ^ {*state}:
-        names = listed(sorted(map(shown, different)), most=3)
-        return f"it lacks, or should not have, {names}"
-    if type(state["checksum"]) is not int or state["checksum"] != _checksum(state):
-        return "its checksum is another one, so it was damaged or changed after it was saved"
+    # A state of this version with this checksum has all keys, and values of the right types.
+    if state.get("checksum") != _checksum(state):
+        return (
+            "its checksum is another one: it is the state of something else, or was damaged or "
+            "changed after it was saved"
+        )
     # A loader usually divides its data by rank, so another number of ranks has other batches.
     if same_ranks and state["ranks"] != rank_count():
         saved = counted(state["ranks"], "rank")
@@ -72,13 +71,13 @@ def why_not_loaded(state: object, of: PulledLoader, *, same_ranks: bool) -> str:
         )
     # Default generators may differ by machine. A loader's own have to match one to one.
     own = {name for name in state["generators"] if not is_default(name)}
-    if unknown := own - of.generators.own:
+    if own != of.generators.own:
+        saved = listed(sorted(own), most=3) or "none"
+        now = listed(sorted(of.generators.own), most=3) or "none"
         return (
-            f"it has {listed(sorted(unknown), most=3)}, and this loop has no such random "
-            "generator: resume with a loader that is made in the same way"
+            f"the random generators of its loader are {saved}, and those of this loop's loader "
+            f"{now}: resume with a loader that is made in the same way"
         )
-    if missing := of.generators.own - own:
-        return f"it has no state of {listed(sorted(missing), most=3)}"
     if (state["loader"] is not None) != of.has_state:
         kind = "one with" if state["loader"] is not None else "one without"
         return (
@@ -90,8 +89,10 @@ def why_not_loaded(state: object, of: PulledLoader, *, same_ranks: bool) -> str:
 
 def _checksum(state: Mapping[str, Any]) -> int:
     """Return a checksum of all but the loader's own state, whatever containers a file uses."""
-    own = {key: value for key, value in state.items() if key not in ("checksum", *_OF_LOADER)}
-    return crc32(repr(_plain(own)).encode())
+    # The keys of the loader's state count, and its values are the loader's to check.
+    values = {key: None if key in _OF_LOADER else value for key, value in state.items()}
+    values.pop("checksum", None)
+    return crc32(repr(_plain(values)).encode())
 
 
 def _plain(value: Any) -> Any:
