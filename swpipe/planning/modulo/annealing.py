@@ -29,7 +29,7 @@ from swpipe.planning.modulo.estimate import Estimator
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
 from swpipe.planning.modulo.moves import MovableSchedule
 from swpipe.planning.modulo.schedule_graph import TOLERANCE
-from swpipe.planning.modulo.starts import distributed
+from swpipe.planning.modulo.starts import packed
 
 _MOVES_PER_TASK = 24
 """The number of moves in a run, per task."""
@@ -46,6 +46,9 @@ _DISTRIBUTIONS = 64
 
 The run starts with the best of them, by estimate.
 """
+
+_MIXED = 0.5
+"""The fraction by which tasks may count as shorter than they are, to vary their distribution."""
 
 _SIMULATION = 45
 """The time of a simulation, in estimates."""
@@ -166,7 +169,12 @@ class Annealer:
             # for still less at random, down to the middle between the interval and the goal.
             if most_us < math.inf:
                 most_us -= 0.5 * self._rng.random() * (most_us - self._goal_us)
-            thread = distributed(graph, estimator.threads, most_us, self._rng.random)
+            # Placing the longest tasks first fills threads evenly; the random factor varies it.
+            key = [us * (1 - _MIXED * self._rng.random()) for us in graph.host_us]
+            tasks = sorted(range(graph.size), key=key.__getitem__, reverse=True)
+            thread = packed(
+                graph, tasks, estimator.threads, most_us, lambda work: self._rng.choice([*work])
+            )
             if thread is not None:
                 self.work += self._operations
                 cost = estimator.cost(start.order, thread, start.stage, best_cost)

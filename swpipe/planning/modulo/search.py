@@ -115,7 +115,10 @@ class Search:
 
     def tidy(self, best: FoundPlan) -> FoundPlan:
         """Return the plan with neighbours on one thread, where that is no slower."""
-        thread = packed(self.graph, best.schedule.threads, best.ii_us * (1 + TOLERANCE))
-        plan = self.simulated(replace(best.schedule, thread=thread), best.depth)
         most_us = best.ii_us * (1 + TOLERANCE)
+        tasks = reversed(self.graph.serial)
+        thread = packed(self.graph, tasks, best.schedule.threads, most_us, min)
+        if thread is None:
+            return best
+        plan = self.simulated(replace(best.schedule, thread=thread), best.depth)
         return best if plan is None or plan.ii_us > most_us else plan

@@ -12,24 +12,24 @@ M. Jourdan, B. Su, International Journal of Parallel Programming 22, 1994).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from swpipe.core.dependence import CycleError
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, period_order_of
 from swpipe.planning.modulo.schedule_graph import ScheduleGraph, least_stages
 
-_MIXED = 0.5
-"""The fraction by which tasks may count as shorter than they are, to vary their order."""
-
 
 def first_schedule(graph: ScheduleGraph, threads: int, depth: int) -> ModuloSchedule | None:
     """Return a schedule to start from; None if so few iterations in flight admit none."""
-    thread = packed(graph, threads, 0.0)
+    # From the last task on, so that it is on the caller's thread; each where the least work is.
+    tasks = reversed(graph.serial)
+    thread = packed(graph, tasks, threads, math.inf, lambda work: min(work, key=lambda k: work[k]))
     # Fewer parts than the depth if dependences forbid so many.
     for parts in range(depth, 0, -1):
         stages = _stages(graph, depth, parts)
-        if stages is not None:
+        if thread is not None and stages is not None:
             # Dependences within the period may form a cycle.
             with suppress(CycleError):
                 return ModuloSchedule(thread, tuple(stages), period_order_of(graph, stages))
@@ -61,41 +61,31 @@ def _stages(graph: ScheduleGraph, depth: int, parts: int) -> list[int] | None:
     return None
 
 
-def packed(graph: ScheduleGraph, threads: int, most_us: float) -> tuple[int, ...]:
-    """Return a thread for each task: the first one that has ``most_us`` of work at most with it.
-
-    A task that fits on no thread is on the one with the least work.
-    """
-    load = [0.0] * threads
-    thread = [0] * graph.size
-    load[0] = graph.frozen_us
-    # From the last task on, which thereby shares the caller's thread with those right before it.
-    for v in reversed(graph.serial):
-        if v not in graph.frozen:
-            fitting = [k for k, us in enumerate(load) if us + graph.host_us[v] <= most_us]
-            thread[v] = fitting[0] if fitting else load.index(min(load))
-            load[thread[v]] += graph.host_us[v]
-    return tuple(thread)
-
-
-def distributed(
-    graph: ScheduleGraph, threads: int, most_us: float, random: Callable[[], float]
+def packed(
+    graph: ScheduleGraph,
+    tasks: Iterable[int],
+    threads: int,
+    most_us: float,
+    pick: Callable[[Mapping[int, float]], int],
 ) -> tuple[int, ...] | None:
-    """Return a random distribution of tasks to threads, placing roughly the longest tasks first.
+    """Return a thread for each task, placing one task after the other; None if one fits nowhere.
 
-    Each thread may have ``most_us`` of host work. Returns None if a task fits on no thread.
+    Args:
+        graph: The schedule graph of the loop.
+        tasks: The tasks, in the order in which they are placed.
+        threads: The number of threads available.
+        most_us: The host work that a thread may have.
+        pick: Chooses one of the threads on which a task fits, given their work so far.
     """
     load = [0.0] * threads
     thread = [0] * graph.size
     load[0] = graph.frozen_us
-    # Placing the longest tasks first fills threads evenly; the random factor varies the result.
-    key = [us * (1 - _MIXED * random()) for us in graph.host_us]
-    for v in sorted(range(graph.size), key=key.__getitem__, reverse=True):
+    for v in tasks:
         if v not in graph.frozen:
             host_us = graph.host_us[v]
-            fitting = [k for k, us in enumerate(load) if us + host_us <= most_us]
+            fitting = {k: us for k, us in enumerate(load) if us + host_us <= most_us}
             if not fitting:
                 return None
-            thread[v] = fitting[int(random() * len(fitting))]
+            thread[v] = pick(fitting)
             load[thread[v]] += host_us
     return tuple(thread)

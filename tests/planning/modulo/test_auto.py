@@ -351,6 +351,21 @@ def test_only_tasks_that_may_run_beside_themselves_get_workers() -> None:
     assert choice.plan.most_workers == 1
 
 
+def test_a_group_with_a_task_that_may_not_run_beside_itself_has_one_worker() -> None:
+    """Reading appends to a log; decoding, which may have workers, is on its thread."""
+    plan = PipelinePlan(
+        schedule=dict.fromkeys(("read", "decode", "work"), TaskSchedule()),
+        deps=[("decode", "read"), ("work", "decode")],
+    )
+    times = {"read": 40, "decode": 10, "work": 45}
+    costs = CostModel({name: TaskCost(host_us=us) for name, us in times.items()})
+    log = frozenset([Location("log", True)])
+    effects = {PULL: Effects(), "read": Effects(log, log), "decode": Effects(), "work": Effects()}
+    limits = Limits(groups=2, frozen=("work",))
+    choice = auto_plan(plan, costs, streams=False, effects=effects, body=False, limits=limits)
+    assert (choice.ii_us, choice.bounds.ii_us, choice.plan.most_workers) == (50, 45, 1)
+
+
 def test_a_frozen_task_has_no_workers() -> None:
     """It is on the caller's thread, however little it uses: no plan is faster than it is alone."""
     costs = CostModel({"read": TaskCost(host_us=400), "work": TaskCost(host_us=600)})

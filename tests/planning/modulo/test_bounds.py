@@ -67,6 +67,16 @@ def test_threads_may_be_chosen_freely() -> None:
     assert (even.res_mii_us, even.busiest) == (17.0, "2 threads: all tasks")
 
 
+def test_workers_share_the_work_of_their_group() -> None:
+    """Four of them read 40 us each, so that one batch comes every 10 us."""
+    given = feeding(depth=6)
+    schedule = {**given.schedule, "read": replace(given.schedule["read"], workers=4)}
+    plan, model = replace(given, schedule=schedule), costs(read=40, train=8)
+    bounds = lower_bounds(plan, model, streams=False)
+    assert (bounds.ii_us, bounds.limiting) == (10.0, "thread 'io': read")
+    assert simulate(plan, model, streams=False).ii_us == 10.0
+
+
 def test_a_cycle_runs_on_the_device_or_on_the_host() -> None:
     """The host does not wait for the device, so the two do not add up."""
     model = CostModel({n: TaskCost(1, device_us=10) for n in ("prefetch", "forward", "step")})

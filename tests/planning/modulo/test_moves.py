@@ -9,7 +9,7 @@ import pytest
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
 from swpipe.planning.modulo.moves import MovableSchedule
 from swpipe.planning.modulo.schedule_graph import ScheduleGraph
-from swpipe.planning.modulo.starts import distributed, first_schedule
+from swpipe.planning.modulo.starts import first_schedule, packed
 from tests.planning.instances import instance
 from tests.planning.modulo.graphs import graph_of, host_work
 
@@ -72,14 +72,17 @@ def test_tasks_stay_on_their_threads_where_that_is_asked() -> None:
     assert here.schedule.stage != start.stage
 
 
-def test_distributed_tasks_fit_on_their_threads() -> None:
+def test_packed_tasks_fit_on_their_threads() -> None:
     """No thread has more work than that, frozen tasks are the caller's; None where it cannot be."""
     graph, rng = host_work(300, 200, 200, 100, frozen=("d",)), random.Random(1)
-    found = [distributed(graph, 2, 500, rng.random) for _ in range(50)]
+    found = [
+        packed(graph, (0, 1, 2, 3), 2, 500, lambda work: rng.choice([*work])) for _ in range(50)
+    ]
     fitting = [thread for thread in found if thread is not None]
     assert fitting
     for thread in fitting:
         assert thread[3] == 0
         assert sum(us for us, k in zip(graph.host_us, thread, strict=True) if k == 0) <= 500
         assert sum(us for us, k in zip(graph.host_us, thread, strict=True) if k == 1) <= 500
-    assert distributed(graph, 2, 250, rng.random) is None
+    assert packed(graph, (0, 1, 2), 2, 250, min) is None
+    assert packed(graph, (2, 1, 0), 2, 500, min) == (1, 0, 0, 0)
