@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -222,19 +223,41 @@ def test_the_text_has_what_the_page_begins_with(waiting: StepReport) -> None:
     assert max(map(len, lines)) <= 80  # of a terminal
 
 
-def test_no_promise_of_a_plan_is_above_the_ceiling(
+@pytest.fixture
+def promises_ms(
     waiting: StepReport, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[float, list[float]], list[float]]:
+    """Return what a report promises of a plan and of a shorter task, which cost 9 and 7 ms."""
+
+    def promised(ceiling_ms: float, saved_ms: list[float]) -> list[float]:
+        rounds = iter(saved_ms)
+        monkeypatch.setattr(autotuning.Loop, "try_round", lambda *given: {
+            measuring.NOW: 20 * MS, measuring.THEN: (20 - next(rounds)) * MS
+        })  # fmt: skip
+        plan = Advice("move", "decode", Estimate(9 * MS, MS), plan=AHEAD)
+        half = Advice("halve", "log", Estimate(7 * MS, 0))
+        profile = replace(waiting.profile, advice=(plan, half))
+        floor_s = waiting.ceiling.step.value_s - ceiling_ms * MS
+        ceiling = replace(waiting.ceiling, floor_s=floor_s)
+        loop = autotuning.Loop(image_loop(TimedHost(), decode=12, train=7), range(8), "cpu")
+        page = replace(waiting, plan=AHEAD, profile=profile, ceiling=ceiling)
+        page = measuring._with_trial(page, loop, len(saved_ms))
+        assert page.in_vain == ""
+        return [each.advice.saved_s / MS for each in page.changes]
+
+    return promised
+
+
+def test_no_promise_of_a_plan_is_above_the_ceiling(
+    promises_ms: Callable[[float, list[float]], list[float]],
 ) -> None:
     """However much the prediction says; what needs another program may save more."""
-    monkeypatch.setattr(autotuning.Loop, "try_round", lambda loop, plans, *given: {
-        name: (20 if name == measuring.NOW else 16) * MS for name in plans
-    })  # fmt: skip
-    plan = Advice("move", "decode", Estimate(9 * MS, MS), plan=AHEAD)
-    half = Advice("halve", "log", Estimate(7 * MS, 0))
-    profile = replace(waiting.profile, advice=(plan, half))
-    ceiling = replace(waiting.ceiling, floor_s=waiting.ceiling.step.value_s - 4 * MS)
-    loop = autotuning.Loop(image_loop(TimedHost(), decode=12, train=7), range(8), "cpu")
-    page = replace(waiting, plan=AHEAD, profile=profile, ceiling=ceiling)
-    page = measuring._with_trial(page, loop, 2)
-    assert [each.advice.saved_s for each in page.changes] == pytest.approx([4 * MS, 7 * MS])
-    assert page.in_vain == ""
+    assert promises_ms(4, [6, 6, 6]) == pytest.approx([4, 7])
+
+
+def test_no_promise_of_a_plan_is_above_its_trial(
+    promises_ms: Callable[[float, list[float]], list[float]],
+) -> None:
+    """By the upper end of the trial's interval, within which the prediction stays as it is."""
+    assert promises_ms(20, [6, 6, 6]) == pytest.approx([6, 7])
+    assert promises_ms(20, [6, 8, 10]) == pytest.approx([9, 7])
