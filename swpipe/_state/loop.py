@@ -109,11 +109,14 @@ class LoopState:
         self._snapshot.add(Owner(kind, optimizer))
 
 
-def declared_owners(tasks: Iterable[PipelineTask]) -> Iterator[Owner]:
-    """Yield the modules, tensors and objects with ``state_dict`` in declared memory."""
-    for _, io, owner in declared_memory(tasks):
-        if isinstance(owner, Tensor) or has_state(owner):
-            yield Owner(str(io.state), owner)
+def declared_owners(tasks: Iterable[PipelineTask]) -> Iterable[Owner]:
+    """Return the modules, tensors and objects with ``state_dict`` in declared memory, each once."""
+    owners = {
+        id(owner): Owner(str(io.state), owner)
+        for _, io, owner in declared_memory(tasks)
+        if isinstance(owner, Tensor) or has_state(owner)
+    }
+    return owners.values()
 
 
 def declared_memory(
