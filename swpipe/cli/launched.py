@@ -20,7 +20,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ COMMANDS = ("train", "profile", "plan", "report")
 """The commands that several ranks run together; of ``plan``, all subcommands but ``show``."""
 
 JOIN_S = 300.0  # all ranks must have started within this time
+_READ_S = 5.0  # time for all ranks to read what differs
 _COMMAND = "swpipe/command/{}"
 
 
@@ -156,6 +157,11 @@ class Rank:
             raise UserError(one_line(str(error))) from error
         differing = differences(list(map(json.loads, answers)))
         if differing:
+            # If this rank holds the store, it may end only when the others have read it, too.
+            read = [f"{key}/read" for key in keys]
+            with suppress(RuntimeError):
+                self._store.set(read[self.number], "")
+                answers_of_ranks(self._store, read, _READ_S, "did not read", "end")
             raise UserError(
                 f"the ranks were given different commands: {differing}. Start all of them with the "
                 "same command, and with the same plan files on every node"

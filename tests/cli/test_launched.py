@@ -195,6 +195,7 @@ def test_a_rank_with_another_command_is_refused() -> None:
     rank = ranks.Rank.__new__(ranks.Rank)
     rank.number, rank.size, rank._store = 0, 2, store
     rank.agree({"--steps": "7"})
+    store.set(f"{ranks._COMMAND.format(1)}/read", "")
     with pytest.raises(UserError, match="different commands: --steps: 6 on rank 0, 7 on rank 1"):
         rank.agree({"--steps": "6"})
 
