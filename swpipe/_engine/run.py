@@ -82,6 +82,7 @@ CLOSED_IN_CALL = "the pipeline was closed during this call, by another thread, h
 class BoundWait(NamedTuple):
     """A wait for another lane's progress: ``period * size + base``."""
 
+    # Sleeps until the lane has passed a number of instructions, counted over all periods.
     wait: Callable[[int], None]
     # The number of instructions of the lane that is waited for.
     size: int
@@ -169,9 +170,11 @@ class Run:
         waits = []
         for wait in ins.host_waits:
             first, *others = self.groups[wait.lane]
-            until = functools.partial(self._wait_for_turn, wait.lane)
+            passed: Callable[[int], None] = first.progress.wait
+            if others:
+                passed = functools.partial(self._wait_for_turn, wait.lane)
             base = wait.position + 1 - wait.lag * first.size
-            waits.append(BoundWait(until if others else first.progress.wait, first.size, base))
+            waits.append(BoundWait(passed, first.size, base))
         if ins.task == BEGIN:
             step: Step = lambda i: None  # noqa: E731 - only a place that worker lanes wait for
         elif ins.task in SOURCES:
