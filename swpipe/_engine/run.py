@@ -44,7 +44,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from contextvars import copy_context
 from itertools import chain
@@ -79,30 +79,11 @@ _LEAVE_S = 1.0
 CLOSED_IN_CALL = "the pipeline was closed during this call, by another thread, handler or task"
 
 
-class WorkersProgress:
-    """The progress of a lane with several workers, with the interface of a single counter.
-
-    Args:
-        workers: The workers of the lane.
-        first: The number of the run's first iteration.
-    """
-
-    def __init__(self, workers: Sequence[LaneRunner], first: int) -> None:
-        self._counters = [worker.progress for worker in workers]
-        self._lane = workers[0].lane
-        self._size = workers[0].size
-        self._first = first
-
-    def wait(self, count: int) -> None:
-        """Sleep until the worker whose turn the period is has reached ``count``."""
-        turn = self._lane.turn(self._first + (count - 1) // self._size)
-        self._counters[turn].wait(count)
-
-
 class BoundWait(NamedTuple):
     """A wait for another lane's progress: ``period * size + base``."""
 
-    progress: ProgressCounter | WorkersProgress
+    # Sleeps until the lane has passed a number of instructions, counted over all periods.
+    wait: Callable[[int], None]
     # The number of instructions of the lane that is waited for.
     size: int
     # The lane's progress within a period once it has passed the instruction.
@@ -188,12 +169,12 @@ class Run:
     def _op(self, ins: Instruction, lane: LaneRunner, *, observed: bool) -> BoundInstruction:
         waits = []
         for wait in ins.host_waits:
-            workers = self.groups[wait.lane]
-            progress: ProgressCounter | WorkersProgress = workers[0].progress
-            if len(workers) > 1:
-                progress = WorkersProgress(workers, self.iterations.first)
-            size = workers[0].size
-            waits.append(BoundWait(progress, size, wait.position + 1 - wait.lag * size))
+            first, *others = self.groups[wait.lane]
+            passed: Callable[[int], None] = first.progress.wait
+            if others:
+                passed = functools.partial(self._wait_for_turn, wait.lane)
+            base = wait.position + 1 - wait.lag * first.size
+            waits.append(BoundWait(passed, first.size, base))
         if ins.task == BEGIN:
             step: Step = lambda i: None  # noqa: E731 - only a place that worker lanes wait for
         elif ins.task in SOURCES:
@@ -369,8 +350,8 @@ class Run:
             i = period - stage
             for observer in observers:
                 observer.arrive(ins, iterations.first + i)
-            for progress, size, offset in waits:
-                progress.wait(period * size + offset)  # (1)
+            for wait, size, offset in waits:
+                wait(period * size + offset)  # (1)
             # In the prologue and epilogue ``i`` lies outside the run: the lane waits and publishes,
             # but calls no task.
             if 0 <= i < iterations.total:
@@ -415,6 +396,11 @@ class Run:
         for period in range(max(0, lane.period - lane.lane.workers + 1), lane.period):
             worker = self.worker(lane.instruction.lane, period)
             worker.progress.wait((period + 1) * lane.size)  # (3)
+
+    def _wait_for_turn(self, lane: int, count: int) -> None:
+        """Wait until the worker whose turn the period is has reached a count of instructions."""
+        period = (count - 1) // self.groups[lane][0].size
+        self.worker(lane, period).progress.wait(count)
 
     def worker(self, lane: int, period: int) -> LaneRunner:
         """Return the worker of a lane of the program whose turn a period is."""

@@ -394,9 +394,11 @@ def _between_workers(compiled: Program) -> Program:
 
 def _any_worker(patch: pytest.MonkeyPatch) -> None:
     """Whoever waits for a group waits for the worker before the one whose turn it is."""
-    wait = executor.WorkersProgress.wait
+    wait = Run._wait_for_turn
     patch.setattr(
-        executor.WorkersProgress, "wait", lambda group, count: wait(group, count - group._size)
+        Run,
+        "_wait_for_turn",
+        lambda run, lane, count: wait(run, lane, count - run.groups[lane][0].size),
     )
 
 
