@@ -287,14 +287,15 @@ class _Finder:
                 "once per batch: call it once and share the result, or use one module per call"
             )
         (call,) = calls
-        for obstacle in self._obstacles(call):
-            given = ", ".join(map(str, [*call.args, *call.kwargs.values()]))
-            return TracedArguments(
-                why=f"its input ({given}) is computed in the forward{obstacle}, not picked out of "
-                "the batch: compute it before the pipeline, as part of the batch, or in a module "
-                "without parameters, called with parts of the batch, with pipeline_postproc=True"
-            )
-        return TracedArguments(call.args, call.kwargs)
+        obstacle = next(self._obstacles(call), None)
+        if obstacle is None:
+            return TracedArguments(call.args, call.kwargs)
+        given = ", ".join(map(str, [*call.args, *call.kwargs.values()]))
+        return TracedArguments(
+            why=f"its input ({given}) is computed in the forward{obstacle}, not picked out of the "
+            "batch: compute it before the pipeline, as part of the batch, or in a module without "
+            "parameters, called with parts of the batch, with pipeline_postproc=True"
+        )
 
     def computed_for(self, inputs: Mapping[str, TracedArguments]) -> dict[str, TracedArguments]:
         """Return the arguments of the modules from whose results these inputs are picked."""
