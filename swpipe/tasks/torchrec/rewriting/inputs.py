@@ -28,6 +28,7 @@ import traceback
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ class TracedArguments:
 
         Lists and dicts within an argument are torch.fx's immutable ones.
         """
-        args, kwargs = map_arg((self.args, self.kwargs), lambda node: _value(node, source))
+        args, kwargs = map_arg((self.args, self.kwargs), partial(_value, source))
         return [*args], {**kwargs}
 
     def __str__(self) -> str:
@@ -92,13 +93,13 @@ PICKS = {
 """What a forward may do with a batch on the way to an input: an attribute, an item, ``get``."""
 
 
-def _value(node: Node, source: Mapping[str, Any]) -> Any:
+def _value(source: Mapping[str, Any], node: Node) -> Any:
     """Return the value of a node for one batch."""
     if node.op == "placeholder":
         return source[BATCH]
     if node.op == "call_module":
         return source[str(node.target)]
-    args: Any = map_arg(node.args, lambda part: _value(part, source))
+    args: Any = map_arg(node.args, partial(_value, source))
     owner, *keys = args
     pick: Any = node.target
     return owner.get(*keys, **node.kwargs) if pick == "get" else pick(owner, *keys)
