@@ -241,6 +241,11 @@ def twice(self: Any, batch: Batch) -> Inputs:
     return batch.dense, [self.move(batch.ids), self.move(batch.ids)]
 
 
+def shares(self: Any, batch: Batch) -> Inputs:
+    """Calls a module, and one that it contains."""
+    return batch.dense, [self.parts(batch.ids), self.parts.inner(batch.ids)]
+
+
 def in_list(self: Any, batch: Batch) -> Inputs:
     """An element of a list is computed outside of modules."""
     ids, dense = self.choose([self.augment(batch), batch.dense.sum()], {"ids": batch.ids})

@@ -118,6 +118,7 @@ def test_modules_run_once_per_batch_and_ahead(two_ranks: Ranks) -> None:
     [
         (kinds.with_parameters, "by 'weights', which holds parameters (inner.weight)"),
         (kinds.twice, "by 'move', which is called 2 times in one forward"),
+        (kinds.shares, "by 'parts', which shares modules with 'parts.inner', that is called too"),
         (kinds.in_list, "by 'choose', whose own arguments are not found"),
         (kinds.container, "its input (keyed_jagged_tensor) is computed in the forward, not"),
         (kinds.of_embeddings, "by 'tables.0', whose embeddings come after the exchange"),

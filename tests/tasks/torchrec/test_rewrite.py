@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from swpipe.tasks.torchrec import (
     TrainPipelineSparseDist,
     TrainStep,
 )
+from swpipe.tasks.torchrec.rewriting.inputs import TracedArguments, named_input
 from swpipe.tasks.torchrec.rewriting.rewrite import Rewrite
 from swpipe.tasks.torchrec.step.task_options import Find
 from tests.support.ranks import Ranks
@@ -64,6 +66,32 @@ def _refused(
     """What is said of a model at its first batch; "" if it runs."""
     with create("jagged_sparse_dist", computing(kind), TWO, find=find, **options) as pipeline:
         return refusal(lambda: pipeline.progress(iter([batch or next(batches(1))])))
+
+
+class _Picks(nn.Module):
+    """Calls a module with parts of the batch, alone and within lists and dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf = nn.Identity()
+
+    def forward(self, batch: Any) -> Any:
+        named = {"rest": batch.parts["b"][:1], "none": batch.parts.get("c", None)}
+        return self.leaf(batch.parts.get("a"), [batch.parts["b"][1], 3], more=named)
+
+
+def test_an_input_is_picked_by_attributes_items_and_get() -> None:
+    """As the forward picks it, in lists and dicts, too; a message shows the way to it."""
+    graph = torch.fx.Tracer().trace(_Picks())
+    (call,) = (node for node in graph.nodes if node.op == "call_module")
+    traced = TracedArguments(call.args, call.kwargs)
+    args, kwargs = traced.values({"": SimpleNamespace(parts={"a": 1, "b": [2, 4]})})
+    assert args == [1, [4, 3]]
+    assert kwargs == {"more": {"rest": [2], "none": None}}
+    assert str(traced).startswith("batch.parts['a'], ")
+    assert str(named_input("user.ids")) == "batch.user.ids"
+    user = SimpleNamespace(ids=5)
+    assert named_input("user.ids").values({"": SimpleNamespace(user=user)}) == ([5], {})
 
 
 def _refused_two_ids(**options: Any) -> str:

@@ -176,7 +176,10 @@ class PassPipeline:
             return self._step_of(dataloader_iter)
 
     def _step_of(self, source: Iterator[Any]) -> Any:
-        self._change_pass(source)
+        current = self._pass
+        # The common case, the same iterator as in the last call, costs one comparison.
+        if current is None or current.source is not source or current.stopped:
+            self._change_pass(source)
         try:
             self._make_ready()
             if self._fills:
@@ -351,9 +354,11 @@ class SparseDistPipeline(PassPipeline):
         rewrite = self.tasks.rewrite
         # The user may have detached the model since the last call, or run another pipeline of it,
         # and each of these must be noticed before a task uses the replaced forwards.
-        rewrite.attach()
-        rewrite.check_others(self.tasks.trains())
-        if in_flight := self.pipe.in_flight:
+        if not rewrite.attached:
+            rewrite.attach()
+        if rewrite.others:
+            rewrite.check_others(self.tasks.trains())
+        if rewrite.postprocs and (in_flight := self.pipe.in_flight):
             # Postprocs have already run for the batches in flight.
             for postproc in rewrite.postprocs:
                 postproc.check_unchanged(in_flight)

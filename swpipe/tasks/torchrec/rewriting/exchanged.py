@@ -69,11 +69,12 @@ class CallInputs:
     def changed(self) -> bool:
         """Return whether a tensor was changed in place or replaced since the call."""
         present = {id(tensor): tensor for tensor in _tensors(self.values)}
-        return any(
-            tensor._version != version
-            or not (id(tensor) in present or any(_alias(tensor, t) for t in present.values()))
-            for tensor, version in self._versions
-        )
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                return True
+            if id(tensor) not in present and not any(_alias(tensor, t) for t in present.values()):
+                return True
+        return False
 
 
 _JAGGED = (JaggedTensor, KeyedJaggedTensor)

@@ -28,6 +28,7 @@ import traceback
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ class TracedArguments:
 
         Lists and dicts within an argument are torch.fx's immutable ones.
         """
-        args, kwargs = map_arg((self.args, self.kwargs), lambda node: _value(node, source))
+        args, kwargs = map_arg((self.args, self.kwargs), partial(_value, source))
         return [*args], {**kwargs}
 
     def __str__(self) -> str:
@@ -92,13 +93,13 @@ PICKS = {
 """What a forward may do with a batch on the way to an input: an attribute, an item, ``get``."""
 
 
-def _value(node: Node, source: Mapping[str, Any]) -> Any:
+def _value(source: Mapping[str, Any], node: Node) -> Any:
     """Return the value of a node for one batch."""
     if node.op == "placeholder":
         return source[BATCH]
     if node.op == "call_module":
         return source[str(node.target)]
-    args: Any = map_arg(node.args, lambda part: _value(part, source))
+    args: Any = map_arg(node.args, partial(_value, source))
     owner, *keys = args
     pick: Any = node.target
     return owner.get(*keys, **node.kwargs) if pick == "get" else pick(owner, *keys)
@@ -287,14 +288,15 @@ class _Finder:
                 "once per batch: call it once and share the result, or use one module per call"
             )
         (call,) = calls
-        for obstacle in self._obstacles(call):
-            given = ", ".join(map(str, [*call.args, *call.kwargs.values()]))
-            return TracedArguments(
-                why=f"its input ({given}) is computed in the forward{obstacle}, not picked out of "
-                "the batch: compute it before the pipeline, as part of the batch, or in a module "
-                "without parameters, called with parts of the batch, with pipeline_postproc=True"
-            )
-        return TracedArguments(call.args, call.kwargs)
+        obstacle = next(self._obstacles(call), None)
+        if obstacle is None:
+            return TracedArguments(call.args, call.kwargs)
+        given = ", ".join(map(str, [*call.args, *call.kwargs.values()]))
+        return TracedArguments(
+            why=f"its input ({given}) is computed in the forward{obstacle}, not picked out of the "
+            "batch: compute it before the pipeline, as part of the batch, or in a module without "
+            "parameters, called with parts of the batch, with pipeline_postproc=True"
+        )
 
     def computed_for(self, inputs: Mapping[str, TracedArguments]) -> dict[str, TracedArguments]:
         """Return the arguments of the modules from whose results these inputs are picked."""

@@ -132,7 +132,7 @@ class Rewrite:
         # A cache that is filled on another stream needs the caller's, on which the model runs.
         self.home = device.current_stream()
         self._options = options
-        self._releases = Releases(options.memory, device)
+        self._releases = Releases(options.memory, device) if options.memory else None
         self._inner = unwrapped(model)
         self._undo = ExitStack()
         self._fused = False
@@ -198,7 +198,7 @@ class Rewrite:
             # unless is_pipelined is set.
             self._set(forward._module, "forward", forward)
             self._set(forward._module, "is_pipelined", True)
-            if self._releases.marks(forward._module):
+            if self._releases is not None and self._releases.marks(forward._module):
                 self._set(forward._module, MARK, True)
         for postproc in self.postprocs:
             self._set(postproc._module, "forward", postproc)
@@ -237,7 +237,8 @@ class Rewrite:
 
     def compute(self, batch: Any, iteration: int) -> PostprocResults | None:
         """Run the modules that compute inputs, if any; the first batch calls ``prepare``."""
-        self._attach_first(batch)
+        if not self.attached:
+            self._attach_first(batch)
         postprocs = self.postprocs
         return compute_ahead(postprocs, batch, iteration, self._device) if postprocs else None
 
@@ -247,7 +248,8 @@ class Rewrite:
         Each module is called as in TorchRec's pipelines. If all modules keep their own forward,
         there is nothing to exchange.
         """
-        self._attach_first(batch)
+        if not self.attached:
+            self._attach_first(batch)
         # Results of modules that ran ahead are looked up by the name of the module, the batch by
         # "".
         source = {BATCH: batch, **({} if context.computed is None else context.computed.values)}
@@ -257,12 +259,15 @@ class Rewrite:
             inputs = forward.args.values(source)
             # Noted before preprocess_input and input_dist, which may replace tensors of the input.
             context.inputs[name] = CallInputs(*inputs)
-            args, kwargs = module.preprocess_input(*self._releases.lent(inputs))
+            if self._releases is not None:
+                inputs = self._releases.lent(inputs)
+            args, kwargs = module.preprocess_input(*inputs)
             module_context = module.create_context()
             context.module_contexts[name] = module_context
             request = module.input_dist(module_context, *args, **kwargs)
             context.input_dist_splits_requests[name] = request
-        self._releases.started(context)
+        if self._releases is not None:
+            self._releases.started(context)
         # TorchRec's private _fuse_input_dist_splits groups the requests by process group, and fills
         # fused_splits_awaitables. Each of them is wrapped, so that a shortcut can wait again.
         fuse_input_dist_splits(context)
@@ -296,8 +301,6 @@ class Rewrite:
             postproc.results = None
 
     def _attach_first(self, batch: Any) -> None:
-        if self.attached:
-            return
         if self.report is not None:
             raise RuntimeError("the model is detached from its pipeline: call attach() first")
         self.prepare(batch)
@@ -311,7 +314,8 @@ class Rewrite:
 
         ``counting`` takes the ids and returns a block, in which each module prefetches.
         """
-        self._releases.sent(context)
+        if self._releases is not None:
+            self._releases.sent(context)
         # TorchRec's prefetch takes the stream of the look-up, so that rows are kept for it; None if
         # both run on the same stream.
         forward_stream = None if self._device.current_stream() == self.home else self.home

@@ -53,6 +53,7 @@ from swpipe.tasks.torchrec.step.task_states import (
     States,
     declared,
     gradients,
+    idle_parts,
     states_of_parts,
     undeclared_parts,
 )
@@ -160,8 +161,8 @@ class SparseDistTasks:
 
     def start_shuffle(self, ctx: IterContext) -> None:
         """Hand the batch to the shuffler."""
-        if self.options.shuffler is not None:
-            ctx.shuffle_ticket = self.options.shuffler.start(ctx.batch)
+        shuffler: Any = self.options.shuffler
+        ctx.shuffle_ticket = shuffler.start(ctx.batch)
 
     def copy(self, ctx: IterContext) -> None:
         """Copy the batch to the device."""
@@ -188,9 +189,9 @@ class SparseDistTasks:
     # The ticket goes with the batch: other batches may have been started in between.
     def finish_shuffle(self, ctx: IterContext) -> None:
         """Take the rows that the shuffler assigns to this rank."""
-        if self.options.shuffler is not None:
-            ctx.batch = self.options.shuffler.finish(ctx.batch, ctx.shuffle_ticket)
-            del ctx.shuffle_ticket
+        shuffler: Any = self.options.shuffler
+        ctx.batch = shuffler.finish(ctx.batch, ctx.shuffle_ticket)
+        del ctx.shuffle_ticket
 
     def postprocess_input(self, ctx: IterContext) -> None:
         """Compute the inputs that modules of the model compute."""
@@ -237,9 +238,8 @@ class SparseDistTasks:
             ctx.tokens = self.step.per_token.count(ctx.batch, target) if trains else None
 
     def dense_forward(self, ctx: IterContext) -> None:
-        """Compute losses and output, unless ``embedding_forward`` runs the whole model."""
-        if self.rewrite.looks_up_ahead:
-            self._run_model(ctx)
+        """Compute losses and output."""
+        self._run_model(ctx)
 
     def postprocess_loss(self, ctx: IterContext) -> None:
         """Compute the scalar loss."""
@@ -287,9 +287,8 @@ class SparseDistTasks:
             self.functions["optimizer_step"]()
 
     def watch(self, ctx: IterContext) -> None:
-        """Call the watchdog, if there is one."""
-        if self.functions["watch"] is not None:
-            self.functions["watch"]()
+        """Call the watchdog."""
+        self.functions["watch"]()
 
     def _use(self, ctx: IterContext) -> None:
         self.rewrite.use(ctx.pipeline, ctx.iter_idx)
@@ -307,7 +306,8 @@ class SparseDistTasks:
         finally:
             # The inputs keep ids alive that only the forward needed, also if the forward failed.
             ctx.pipeline.inputs.clear()
-            self.rewrite.done()
+            if self.rewrite.postprocs:
+                self.rewrite.done()
         if self.options.memory:
             # No later task uses the batch, and its memory is wanted.
             ctx.batch = None
@@ -375,7 +375,7 @@ class SparseDistTasks:
         pinned = () if self.prefetched is None else self.prefetched.io(parts)
         return PipelineTask(
             name,
-            in_turn([getattr(self, part) for part in parts]),
+            in_turn([getattr(self, part) for part in parts if part not in idle_parts(self)]),
             [*states, *pinned],
             random=self.options.random and not DRAWS.isdisjoint(parts),
             pure=not states and undeclared_parts(self).isdisjoint(parts),

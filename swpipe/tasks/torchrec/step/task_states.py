@@ -45,6 +45,27 @@ def undeclared_parts(tasks: Any) -> set[str]:
     return {part for part, function in given.items() if function is not None}
 
 
+def idle_parts(tasks: Any) -> set[str]:
+    """Return the parts that do nothing under the options of a step.
+
+    They are not called, which saves host time in each step.
+    """
+    options = tasks.options
+    pins = tasks.prefetched is not None
+    split = options.forward == "split"
+    works = {
+        "start_shuffle": options.shuffler is not None,
+        "finish_shuffle": options.shuffler is not None,
+        "count_tokens": tasks.step.per_token is not None,
+        "prefetch": pins or options.memory or options.forward not in ("own", "pipelined"),
+        "dense_forward": tasks.rewrite.looks_up_ahead,
+        "embedding_backward": split or pins or tasks.replicates,
+        "finalize_gradients": split or tasks.step.finalize or tasks.gradients.megatrons,
+        "watch": tasks.functions["watch"] is not None,
+    }
+    return {part for part, needed in works.items() if not needed}
+
+
 def states_of_parts(tasks: Any) -> dict[str, States]:
     """Return the states that each part of a step uses under its options, by name of the method."""
     kind = tasks.options.forward
