@@ -221,7 +221,7 @@ def _floor_us(graph: ScheduleGraph, ranks: Ranks, meeting: Collection[str]) -> f
         # The lock is held for a part of a task only, and granted in the order of requests: no
         # floor.
         shared = [
-            graph.users[resource]
+            {k % len(graph.names): us for k, us in uses.items()}
             for resource, uses in graph.uses.items()
             if operation in uses and resource != LOCK
         ]

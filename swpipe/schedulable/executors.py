@@ -224,12 +224,13 @@ def delegated(
         if not recorded:  # an earlier call in this period ran all tasks
             return
         contexts = PeriodContext()
+        # A value that a task removes may still be in use on another stream: hold it for now.
+        held: list[Any] = []
         for name, ctx in recorded.items():
             contexts[name] = TaskContext(ctx, places[name])
-        # A value that a task removes may still be in use on another stream: hold it for now.
-        held = [[*vars(ctx).values()] for ctx in recorded.values()]
+            held += vars(ctx).values()
         recorded.clear()
-        (period, *_) = {context.iter_count for context in contexts.values()}
+        period = next(iter(contexts.values())).iter_count
 
         def should_run(task: Task) -> bool:
             return task.name in contexts

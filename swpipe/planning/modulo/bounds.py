@@ -167,9 +167,9 @@ def _bounds(graph: ScheduleGraph, threads_us: dict[str, float], depth: int | Non
     load = {what: ticks(us) for what, us in threads_us.items()}
     if graph.pull_group is not None:
         load[f"thread {graph.pull_group!r}: {PULL}"] = ticks(graph.pull_us)
-    for name, users in graph.users.items():
-        tasks = ", ".join(graph.names[v] for v, us in users.items() if us)
-        load[f"{name}: {tasks}"] = sum(map(ticks, users.values()))
+    for name, uses in graph.uses.items():
+        users = (graph.names[operation % len(graph.names)] for operation, us in uses.items() if us)
+        load[f"{name}: {', '.join(users)}"] = sum(map(ticks, uses.values()))
     busiest = max(load, key=lambda what: load[what])
     cycle = _heaviest(graph, depth)
     words = "" if cycle is None else _words(graph, cycle)

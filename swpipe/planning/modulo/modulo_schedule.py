@@ -29,11 +29,6 @@ class ModuloSchedule:
         """The number of thread groups that the schedule takes, including the caller's."""
         return len({0, *self.thread})
 
-    def from_stage_0(self) -> ModuloSchedule:
-        """Return the same schedule, with its first stage moved to 0."""
-        first = min(self.stage)
-        return replace(self, stage=tuple(stage - first for stage in self.stage))
-
 
 def period_order_of(graph: ScheduleGraph, stages: Sequence[int]) -> tuple[int, ...]:
     """Return the tasks in the order of a period: serial as far as dependences allow.
@@ -52,11 +47,12 @@ def plan_of(
 ) -> PipelinePlan | None:
     """Return the plan of a schedule; None if it cannot express ``base``'s ``same_period_deps``.
 
-    Everything that the schedule does not choose is taken from ``base``.
+    Everything that the schedule does not choose is taken from ``base``. The first stage becomes 0.
     """
+    first = min(schedule.stage)
     groups = _group_names(base, schedule.thread)
     entries = {
-        name: replace(entry, stage=stage, thread_group=groups[thread])
+        name: replace(entry, stage=stage - first, thread_group=groups[thread])
         for (name, entry), stage, thread in zip(
             base.schedule.items(), schedule.stage, schedule.thread, strict=True
         )

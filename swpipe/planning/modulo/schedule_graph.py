@@ -20,11 +20,11 @@ them: the planner chooses them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.drawing import stream_name
@@ -38,6 +38,10 @@ CALLERS_STREAM = f"stream {stream_name(None)!r}"
 
 TOLERANCE = 1e-9
 """Intervals that differ by less than this fraction are equal."""
+
+
+Arcs: TypeAlias = Sequence[Sequence[tuple[int, int]]]
+"""For each task, the tasks that it is tied to, with the distances of the dependences."""
 
 
 class OperationEdge(NamedTuple):
@@ -131,24 +135,22 @@ class ScheduleGraph:
         return sum(self.host_us[v] for v in self.frozen)
 
     @cached_property
-    def producers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def producers(self) -> Arcs:
         """The producers of each task, with the distances of the dependences."""
-        tasks = range(self.size)
-        return tuple(tuple((p, d) for c, p, d in self.deps if c == v != p) for v in tasks)
+        return _arcs(self.size, self.deps)
 
     @cached_property
-    def consumers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def consumers(self) -> Arcs:
         """The consumers of each task, with the distances of the dependences."""
-        tasks = range(self.size)
-        return tuple(tuple((c, d) for c, p, d in self.deps if p == v != c) for v in tasks)
+        return _arcs(self.size, [(p, c, d) for c, p, d in self.deps])
 
-    @cached_property
-    def users(self) -> dict[str, dict[int, float]]:
-        """For each resource, the tasks that reserve it, and for how many microseconds."""
-        return {
-            name: {operation % len(self.names): us for operation, us in sorted(uses.items())}
-            for name, uses in self.uses.items()
-        }
+
+def _arcs(size: int, deps: Iterable[tuple[int, int, int]]) -> Arcs:
+    arcs: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+    for task, other, distance in deps:
+        if task != other:
+            arcs[task].append((other, distance))
+    return arcs
 
 
 def schedule_graph(

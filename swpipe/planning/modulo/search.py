@@ -24,8 +24,8 @@ from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph
 from swpipe.planning.modulo.starts import first_schedule, packed
 from swpipe.planning.simulation.interval import interval_us
 
-_WORK = 170_000
-_WORK_PER_TASK = 30_000
+_WORK = 200_000
+_WORK_PER_TASK = 35_000
 """The usual effort, in estimated operations: about a second for 14 tasks."""
 
 _MOST_COUNTED = 200
@@ -84,8 +84,7 @@ class Search:
         """
 
         def simulate(schedule: ModuloSchedule) -> float:
-            # The annealer's schedules may begin at a later stage, which a plan must not.
-            trial = self.simulated(schedule.from_stage_0(), depth)
+            trial = self.simulated(schedule, depth)
             return math.inf if trial is None else trial.ii_us
 
         first = first_schedule(self.graph, threads, depth)
@@ -94,19 +93,19 @@ class Search:
         annealer = Annealer(Estimator(self.graph, threads, depth), simulate, goal_us)
         annealer.search(first, self._work * share)
         incumbent = annealer.incumbent
-        return None if incumbent is None else self.simulated(incumbent.from_stage_0(), depth)
+        return None if incumbent is None else self.simulated(incumbent, depth)
 
     def serial(self) -> FoundPlan:
         """Return a plan on the caller's thread, in as few stages as possible."""
         depth = max(self.graph.least_stages) + 1
         schedule = first_schedule(self.graph, 1, depth)
-        serial_plan = None if schedule is None else self.simulated(schedule.from_stage_0(), depth)
+        serial_plan = None if schedule is None else self.simulated(schedule, depth)
         if serial_plan is None:
             raise InternalError("the least stages do not say what same_period_deps ask for")
         return serial_plan
 
     def simulated(self, schedule: ModuloSchedule, depth: int) -> FoundPlan | None:
-        """Return the plan of a schedule whose first stage is 0; None if ``plan_of`` has none."""
+        """Return the plan of a schedule, with its interval; None if ``plan_of`` has none."""
         plan = plan_of(self._base, self.graph, schedule, depth)
         if plan is None:
             return None

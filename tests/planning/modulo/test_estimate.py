@@ -65,7 +65,7 @@ def test_without_contention_no_estimate_is_too_low() -> None:
                     here.keep()
                 here.undo()
             estimator.cost(here.order, here.thread, here.stage)
-            plan = plan_of(given.plan, graph, here.schedule.from_stage_0(), DEPTH)
+            plan = plan_of(given.plan, graph, here.schedule, DEPTH)
             assert plan is not None
             simulated_us = simulate(plan, given.costs, streams=given.streams).ii_us
             assert simulated_us <= estimator.ii_us * (1 + 1e-9)
