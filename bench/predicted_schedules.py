@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,9 @@ from swpipe.plans.pipeline_parallel import (
     check_schedule,
     torch_schedule,
 )
-from swpipe.plans.pipeline_parallel.v_blocks import block_orders
+from swpipe.plans.pipeline_parallel.v_blocks import uniform_orders
 from swpipe.plans.pipeline_parallel.v_order import VOrders
+from swpipe.plans.pipeline_parallel.v_starts import GreedyOrder
 from swpipe.trace import Row as TraceRow
 from swpipe.trace import Span
 
@@ -35,14 +37,21 @@ LIMIT = 0.03
 
 def schedules(n_ranks: int) -> dict[str, PipelineSchedule]:
     """Return the schedules by name; a stage of 1F1B has the work of two stages of the others."""
-    costs = replace(costs_of(2 * n_ranks, 0.0, 1.0), max_mem=math.inf)
-    v_min, _ = block_orders(n_ranks, MICROBATCHES)
     return {
         "1F1B": torch_schedule("1f1b", n_ranks, MICROBATCHES),
         "ZBV": torch_schedule("zbv", n_ranks, MICROBATCHES),
-        "V-Min": VOrders(n_ranks, MICROBATCHES, costs).schedule_of(v_min),
+        "V-Min": v_min(n_ranks),
         "DualPipe-V": torch_schedule("dualpipev", n_ranks, MICROBATCHES).in_sequence,
     }
+
+
+def v_min(n_ranks: int) -> PipelineSchedule:
+    """Return the order of the building block that needs the least memory."""
+    costs = costs_of(2 * n_ranks, 0.0, 1.0)
+    limits = (replace(costs, max_mem=2 * passes) for passes in count(2))
+    jobs = (VOrders(n_ranks, MICROBATCHES, limited) for limited in limits)
+    orders, order = next((job, order) for job in jobs for order in uniform_orders(job))
+    return orders.schedule_of(GreedyOrder(orders, order).make())
 
 
 class Step:

@@ -25,7 +25,7 @@ Source: Megatron-Core's ``model_chunk_schedule_plan``, ``TransformerLayerSchedul
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -278,10 +278,14 @@ def layer_overlap_plan(layers: Sequence[LayerKind], *, shared: bool = False) -> 
         shared: Whether several steps use the same parameter, for example a tied embedding. If so, a
             microbatch's backward pass begins after that of the previous microbatch has ended.
     """
-    order = chunk_order(layers, layers, hooks=False)
-    stages = {step: 0 if step.side == "f" else 1 for step in order}
-    # "f.end" computes the gradient with which "b.begin" starts.
-    return _plan(order, stages, joined=True, shared=shared)
+    plan = _plan(chunk_order(layers, layers, hooks=False), backward_stage=1)
+    return replace(
+        plan,
+        # "f.end" computes the gradient with which "b.begin" starts.
+        deps=[*plan.deps, ("b.begin", "f.end")],
+        # Two steps that add to one parameter's gradient must not run for two microbatches at once.
+        cross_iter_deps=[*plan.cross_iter_deps, *([("b.begin", "b.end", 1)] if shared else [])],
+    )
 
 
 def paired_plan(order: Steps, streams: Streams = (None, "comm")) -> PipelinePlan:
@@ -291,17 +295,11 @@ def paired_plan(order: Steps, streams: Streams = (None, "comm")) -> PipelinePlan
         order: The result of ``pair_order`` or ``chunk_order``.
         streams: The streams of computation and of exchanges; None for the caller's stream.
     """
-    return _plan(order, dict.fromkeys(order, 0), streams, depth=2)
+    return replace(_plan(order, streams), pipeline_depth=2)
 
 
 def _plan(
-    order: Steps,
-    stages: dict[LayerStep, int],
-    streams: Streams = (None, "comm"),
-    *,
-    depth: int | None = None,
-    joined: bool = False,
-    shared: bool = False,
+    order: Steps, streams: Streams = (None, "comm"), *, backward_stage: int = 0
 ) -> PipelinePlan:
     ahead = _in_serial_order(order, "f")
     back = _in_serial_order(order, "b")
@@ -311,25 +309,20 @@ def _plan(
     late = [step for step in back if step.is_weight_gradient]
     deps += [(step, step._replace(part="")) for step in late]
     deps += [(end, step) for end in back if end.node == "end" for step in late]
-    deps += [(back[0], ahead[-1])] if joined else []
-    # The gradients of a parameter are added in the order of the microbatches: the rounding of a sum
-    # depends on the order of its terms.
-    carried = [(step, step) for step in back]
-    # Two steps that add to one parameter's gradient must not run for two microbatches at once.
-    carried += [(chains[1][0], chains[1][-1])] if shared else []
     return PipelinePlan(
         schedule={
             step.name: TaskSchedule(
-                stage=stages[step],
+                stage=backward_stage if step.side == "b" else 0,
                 stream=streams[step.exchanges],
                 globally_ordered=step.issues_collectives,
             )
             for step in (*ahead, *back)
         },
         deps=[(after.name, before.name) for after, before in deps],
-        cross_iter_deps=[(after.name, before.name) for after, before in carried],
+        # The gradients of a parameter are added in the order of the microbatches: the rounding of a
+        # sum depends on the order of its terms.
+        cross_iter_deps=[(step.name, step.name) for step in back],
         order=[step.name for step in order],
-        pipeline_depth=depth,
     )
 
 
@@ -337,12 +330,10 @@ def _in_serial_order(order: Steps, side: Side) -> list[LayerStep]:
     """Return the steps of one side, with the weight gradients of a node directly after it."""
     # The schedule is listed in serial order. In the order of submission a weight gradient may come
     # much later than its node.
-    steps = [step for step in order if step.side == side]
-    late = {step for step in steps if step.is_weight_gradient}
-    serial = []
-    for step in steps:
-        if step not in late:
-            serial.append(step)
-            gradient = step._replace(part="dw")
-            serial += [gradient] if gradient in late else []
-    return serial
+    place = {step: at for at, step in enumerate(order)}
+
+    def key(step: LayerStep) -> tuple[int, bool]:
+        late = step.is_weight_gradient
+        return place[step._replace(part="") if late else step], late
+
+    return sorted((step for step in order if step.side == side), key=key)

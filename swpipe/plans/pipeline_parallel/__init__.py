@@ -1,4 +1,4 @@
-"""Pipeline-parallel schedules: planning, checks, comparison, and charts.
+"""Pipeline-parallel schedules: planning, checks, and charts.
 
 A schedule orders the passes of a model's stages on several ranks. A ``PipelinePlan``, in contrast,
 orders the tasks of one process.
@@ -15,11 +15,6 @@ from swpipe.plans.pipeline_parallel.pipeline_costs import (
 from swpipe.plans.pipeline_parallel.pipeline_graph import PipelineGraph, ScheduledNode
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 from swpipe.plans.pipeline_parallel.schedule_check import ScheduleReport, check_schedule
-from swpipe.plans.pipeline_parallel.schedule_comparison import (
-    ComparedSchedule,
-    ScheduleComparison,
-    compare_schedules,
-)
 from swpipe.plans.pipeline_parallel.torch_orders import torch_schedule
 from swpipe.plans.pipeline_parallel.v_planner import VPlan, plan_v_schedule
 
@@ -27,12 +22,10 @@ __all__ = [
     "Action",
     "ActivationMemory",
     "Communication",
-    "ComparedSchedule",
     "Pair",
     "PipelineCosts",
     "PipelineGraph",
     "PipelineSchedule",
-    "ScheduleComparison",
     "ScheduleError",
     "ScheduleReport",
     "ScheduledNode",
@@ -40,7 +33,6 @@ __all__ = [
     "VPlan",
     "activation_memory",
     "check_schedule",
-    "compare_schedules",
     "place_collectives",
     "plan_v_schedule",
     "torch_schedule",

@@ -13,9 +13,8 @@ OPS: tuple[Op, ...] = get_args(Op)
 
 # At most nine digits, because int() raises a ValueError of its own for very long text.
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([FIWB])(0|[1-9][0-9]{0,8})")
-_COMMUNICATION = re.compile(
-    r"(0|[1-9][0-9]{0,8})(?:(UNSHARD|RESHARD|REDUCE_GRAD)|((?:SEND|RECV)_[FB])(0|[1-9][0-9]{0,8}))"
-)
+_COMMUNICATION = re.compile(r"(0|[1-9][0-9]{0,8})(UNSHARD|RESHARD|REDUCE_GRAD)")
+_TRANSFER = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
 # The parts are parsed one by one, for an error that names the part.
 _PAIR = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 
@@ -47,7 +46,8 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"{shown(text)} is no action: write stage, F, I, W or B, and microbatch, as 2F0"
+                f"{shown(text)} is no action: write stage, F, I, W or B, and microbatch, as 2F0; a "
+                "pair of them as (0F1;3B0)OVERLAP_F_B, and a collective as 1UNSHARD"
             )
         stage, op, micro = match.groups()
         # The pattern ensures the literal type of op, which mypy cannot see.
@@ -72,32 +72,23 @@ class Pair(NamedTuple):
 
 
 COLLECTIVES = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
-"""The collectives on a stage's parameters and gradients, among the ranks that hold its shards."""
+"""The ops of ``Communication``."""
 
 
 class Communication(NamedTuple):
-    """An entry that moves data, printed as in torch: ``1UNSHARD``, ``2SEND_F0``.
+    """A collective among the ranks that hold a stage's shards, printed as in torch: ``1UNSHARD``.
 
     Attributes:
         stage: The stage, from 0.
-        op: One of these operations. ``UNSHARD`` gathers the parameters of an FSDP stage while
-            passes run; ``RESHARD`` frees them; ``REDUCE_GRAD`` reduces and scales the gradients.
-            ``SEND_F`` and ``SEND_B`` send the result of a pass of this stage to a neighbouring
-            stage; ``RECV_F`` and ``RECV_B`` receive the input of a pass of this stage.
-        micro: The microbatch of a send or receive, from 0; None for the other operations.
+        op: ``UNSHARD`` gathers the parameters of an FSDP stage while passes run; ``RESHARD`` frees
+            them; ``REDUCE_GRAD`` reduces and scales the gradients.
     """
 
     stage: int
     op: str
-    micro: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op}{'' if self.micro is None else self.micro}"
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether the operation is a collective on parameters or gradients."""
-        return self.op in COLLECTIVES
+        return f"{self.stage}{self.op}"
 
 
 Entry: TypeAlias = Action | Pair | Communication
@@ -110,20 +101,25 @@ def parse_entry(text: str) -> Entry:
     Raises:
         ScheduleError: The text is not exactly one entry.
     """
-    # The three patterns exclude each other, so that their order does not matter.
+    if _TRANSFER.fullmatch(text):
+        raise ScheduleError(
+            f"{shown(text)} sends or receives, which the runtime places itself: write the schedule "
+            'without these cells, or let torch write it in its format "compute_only"'
+        )
+    # The patterns exclude each other, so that their order does not matter.
     match = _COMMUNICATION.fullmatch(text)
     if match is not None:
-        stage, collective, transfer, micro = match.groups()
-        return Communication(
-            int(stage), collective or transfer, None if micro is None else int(micro)
-        )
+        return Communication(int(match[1]), match[2])
     match = _PAIR.fullmatch(text)
     if match is None:
         return Action.parse(text)
     # A file may have the backward pass first.
     parts = {part.op: part for part in (Action.parse(text.strip()) for text in match.groups())}
     if set(parts) != {"F", "B"}:
-        raise ScheduleError(f"{shown(text)} is no pair: an F and a B overlap, as (0F1;3B0)")
+        raise ScheduleError(
+            f"{shown(text)} is no pair: join an F and a B, as (0F1;3B0)OVERLAP_F_B, or write its "
+            "passes one after the other"
+        )
     return Pair(parts["F"], parts["B"])
 
 

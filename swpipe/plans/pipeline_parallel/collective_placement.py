@@ -15,6 +15,7 @@ of replacement algorithms for a virtual-storage computer", 1966).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from swpipe.core.messages import shown
 from swpipe.plans.pipeline_parallel.action import (
@@ -40,55 +41,30 @@ def place_collectives(
         ScheduleError: A rank has no room for a pass.
     """
     plain = schedule.passes
-    rows = (_with_shards(row, rank, max_unsharded) for rank, row in enumerate(plain.rows))
-    return PipelineSchedule(tuple(map(_with_reductions, rows)), plain.n_micro)
+    rows = (_with_collectives(row, rank, max_unsharded) for rank, row in enumerate(plain.rows))
+    return PipelineSchedule(tuple(rows), plain.n_micro)
 
 
-def _with_shards(row: Sequence[Entry], rank: int, limit: int | None) -> list[Entry]:
-    """Return a row with UNSHARD before each stage's passes, and RESHARD where room is needed."""
-    stages_of = [list(dict.fromkeys(a.stage for a in actions_of((entry,)))) for entry in row]
-    every = list(dict.fromkeys(stage for stages in stages_of for stage in stages))
-    room = len(every) if limit is None else limit
-    most = max(map(len, stages_of))
-    if room < most:
+def _with_collectives(row: Sequence[Entry], rank: int, room: int | None) -> tuple[Entry, ...]:
+    passes = [actions_of((entry,)) for entry in row]
+    stages_of = [[action.stage for action in actions] for actions in passes]
+    most = max(len({*stages}) for stages in stages_of)
+    if room is not None and room < most:
         raise ScheduleError(
-            f"max_unsharded is {shown(limit)}: rank {rank} runs passes of {most} stages at once"
+            f"max_unsharded is {shown(room)}: rank {rank} runs passes of {most} stages at once"
         )
+    # Later passes replace earlier ones, so that the last W or B of each stage remains.
+    last = {a.stage: at for at, actions in enumerate(passes) for a in actions if a.op in "WB"}
     placed: list[Entry] = []
     held: list[int] = []
     for at, entry in enumerate(row):
-        # The stages that are still needed, in the order of their next passes.
-        coming = list(dict.fromkeys(stage for stages in stages_of[at:] for stage in stages))
-        for stage in coming[:room]:
-            if stage in held:
-                continue
-            if len(held) == room:
-                # Belady's rule: a stage that is not needed any more, or else the one needed last.
-                victim = next((s for s in held if s not in coming), None)
-                victim = max(held, key=coming.index) if victim is None else victim
-                # If even that stage is needed sooner than the one to gather, gathering has to wait.
-                if coming.index(stage) > (coming.index(victim) if victim in coming else len(row)):
-                    break
-                placed.append(Communication(victim, "RESHARD"))
-                held.remove(victim)
-            placed.append(Communication(stage, "UNSHARD"))
-            held.append(stage)
-        placed.append(entry)
-    # A step ends with all stages sharded.
-    return [*placed, *(Communication(stage, "RESHARD") for stage in held)]
-
-
-def _with_reductions(row: Sequence[Entry]) -> tuple[Entry, ...]:
-    """Return a row with REDUCE_GRAD of each stage directly after its last weight gradients."""
-    # Later entries replace earlier ones, so that the last W or B of each stage remains.
-    last = {
-        action.stage: at
-        for at, entry in enumerate(row)
-        for action in actions_of((entry,))
-        if action.op in "WB"
-    }
-    placed: list[Entry] = []
-    for at, entry in enumerate(row):
+        # Belady's rule: the stages to hold are those that are needed next, as many as there is room
+        # for.
+        coming = list(dict.fromkeys(chain.from_iterable(stages_of[at:])))[:room]
+        placed += [Communication(stage, "RESHARD") for stage in held if stage not in coming]
+        placed += [Communication(stage, "UNSHARD") for stage in coming if stage not in held]
         placed.append(entry)
         placed += [Communication(s, "REDUCE_GRAD") for s, place in last.items() if place == at]
-    return tuple(placed)
+        held = coming
+    # A step ends with all stages sharded.
+    return (*placed, *(Communication(stage, "RESHARD") for stage in held))

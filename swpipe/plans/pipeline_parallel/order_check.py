@@ -12,9 +12,6 @@ The rules for the actions of each stage and microbatch are:
 7. If the schedule unshards stages, every stage is unsharded at each of its passes and reductions,
    is never unsharded twice without a reshard in between, and is sharded at the end. If the schedule
    reduces gradients, every stage is reduced exactly once, after its last weight gradients.
-8. If the schedule sends and receives results, every result for another rank is sent once, after
-   the pass that makes it, and received once, before the pass that needs it. A rank receives from
-   another rank in the order of the sends.
 
 The checker shares no code with the planners.
 """
@@ -22,10 +19,11 @@ The checker shares no code with the planners.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from swpipe.plans.pipeline_parallel.action import (
+    COLLECTIVES,
     OPS,
     Action,
     Communication,
@@ -37,7 +35,6 @@ from swpipe.plans.pipeline_parallel.action import (
 )
 
 Rows = Sequence[Sequence[Entry]]
-Part: TypeAlias = Action | Communication
 
 
 class TimedAction(NamedTuple):
@@ -85,7 +82,7 @@ def check_order(rows: Rows, n_micro: int) -> None:
 
 
 def check_rows(rows: Rows, n_micro: int) -> tuple[int, ...]:
-    """Check rules 1 to 4 and 6 to 8, and return the placement: the rank of each stage.
+    """Check rules 1 to 4, 6 and 7, and return the placement: the rank of each stage.
 
     Raises:
         ScheduleError: The rows break a rule.
@@ -102,6 +99,11 @@ def check_rows(rows: Rows, n_micro: int) -> tuple[int, ...]:
         for entry in row:
             if isinstance(entry, Pair):
                 _check_pair(entry, rank)
+            if isinstance(entry, Communication) and entry.op not in COLLECTIVES:
+                raise ScheduleError(
+                    f"{entry} on rank {rank} is none of {', '.join(COLLECTIVES)}: remove it; the "
+                    "runtime places sends and receives itself"
+                )
     placement = placement_of(rows)
     for rank, row in enumerate(map(actions_of, rows)):
         _check_counts(row, rank, n_micro)
@@ -113,7 +115,6 @@ def check_rows(rows: Rows, n_micro: int) -> tuple[int, ...]:
             _check_shards(row, rank)
         if "REDUCE_GRAD" in ops:
             _check_reductions(row, rank)
-    _check_transfers(rows, placement)
     return placement
 
 
@@ -202,14 +203,13 @@ def _check_shards(row: Sequence[Entry], rank: int) -> None:
     unsharded: set[int] = set()
     for part in parts_of(row):
         stage = part.stage
-        is_transfer = part.op.startswith(("SEND", "RECV"))
         if part.op == "UNSHARD":
             if stage in unsharded:
                 raise ScheduleError(
                     f"{part} on rank {rank}: the stage is unsharded already: remove one"
                 )
             unsharded.add(stage)
-        elif not is_transfer and stage not in unsharded:
+        elif stage not in unsharded:
             raise ScheduleError(
                 f"{part} on rank {rank} comes where its stage is sharded: put {stage}UNSHARD "
                 "before it",
@@ -244,87 +244,6 @@ def _check_reductions(row: Sequence[Entry], rank: int) -> None:
         )
 
 
-def _check_transfers(rows: Rows, placement: Sequence[int]) -> None:
-    """Check rule 8."""
-    # By (sender, receiver): the receives that the sends ask for, and the receives that there are.
-    sent: dict[tuple[int, int], list[Communication]] = defaultdict(list)
-    received: dict[tuple[int, int], list[Communication]] = defaultdict(list)
-    transfers = [
-        part
-        for row in rows
-        for part in row
-        if isinstance(part, Communication) and not part.is_collective
-    ]
-    if not transfers:
-        return
-    for rank, row in enumerate(rows):
-        done: set[Part] = set()
-        for part in parts_of(row):
-            if isinstance(part, Communication) and part.is_collective:
-                continue  # a stage may be gathered and freed several times
-            if part in done:
-                raise ScheduleError(f"{part} is on rank {rank} twice: remove one")
-            done.add(part)
-            if isinstance(part, Communication):
-                peer = _peer(part, rank, placement, done)
-                if part.op.startswith("SEND"):
-                    sent[rank, peer].append(_counterpart(part))
-                else:
-                    received[peer, rank].append(part)
-            else:
-                needed = _receive_of(part, len(placement))
-                # A neighbouring stage on the same rank passes its result on directly.
-                is_away = needed and placement[_counterpart(needed).stage] != rank
-                if needed and is_away and needed not in done:
-                    raise ScheduleError(f"{part} on rank {rank} comes before {needed}", part)
-    # One comparison per direction shows a missing send, a missing receive, and a wrong order.
-    for pair in sorted({*sent, *received}):
-        if sent[pair] != received[pair]:
-            raise ScheduleError(
-                f"rank {pair[0]} sends to rank {pair[1]} in another order than that one receives, "
-                f"or not as much: it receives {', '.join(map(str, received[pair]))}; what arrives "
-                f"is {', '.join(map(str, sent[pair]))}"
-            )
-
-
-def _counterpart(transfer: Communication) -> Communication:
-    """Return the receive that belongs to a send, or the send that belongs to a receive."""
-    # Forward results go to the next stage, gradients to the previous one; seen from the receiver
-    # the other way round.
-    forward = transfer.op.endswith("F")
-    is_send = transfer.op.startswith("SEND")
-    stage = transfer.stage + (1 if forward == is_send else -1)
-    return Communication(
-        stage, f"{'RECV' if is_send else 'SEND'}_{transfer.op[-1]}", transfer.micro
-    )
-
-
-def _receive_of(action: Action, n_stages: int) -> Communication | None:
-    """Return the receive that a pass needs if its neighbouring stage is on another rank."""
-    if action.op == "F" and action.stage:
-        return Communication(action.stage, "RECV_F", action.micro)
-    if action.op in "IB" and action.stage < n_stages - 1:
-        return Communication(action.stage, "RECV_B", action.micro)
-    return None
-
-
-def _peer(part: Communication, rank: int, placement: Sequence[int], done: set[Part]) -> int:
-    """Return the rank at the other end of a send or receive.
-
-    Raises:
-        ScheduleError: There is no other rank, or the result to send does not exist yet.
-    """
-    other = _counterpart(part).stage
-    on_rank = part.stage < len(placement) and placement[part.stage] == rank
-    if not on_rank or not 0 <= other < len(placement) or placement[other] == rank:
-        raise ScheduleError(f"{part} on rank {rank} leads from this rank to no other: remove it")
-    if part.op.startswith("SEND"):
-        ops = "F" if part.op == "SEND_F" else "IB"
-        if not any((part.stage, op, part.micro) in done for op in ops):
-            raise ScheduleError(f"{part} on rank {rank} comes before the pass whose result it is")
-    return placement[other]
-
-
 def earliest_times(
     rows: Rows,
     placement: Sequence[int],
@@ -346,21 +265,21 @@ def earliest_times(
     # Each rank in ``ready`` runs its row until an input is missing. It is then noted in ``waiting``
     # under this input, and is ready again when the input's time is known. If no rank is ready, the
     # ranks that still wait are in a deadlock.
-    ends: dict[Part, float] = {}
+    ends: dict[Action, float] = {}
     link_free: list[float] = [0] * len(rows)
     reduced: list[float] = [0] * len(rows)
     gathered: dict[int, float] = {}
     clocks: list[float] = [0] * len(rows)
     timed: list[list[TimedAction]] = [[] for _ in rows]
     ready = list(range(len(rows)))
-    waiting: dict[Part, int] = {}
+    waiting: dict[Action, int] = {}
     while ready:
         rank = ready.pop()
         row = rows[rank]
         times = timed[rank]
         clock = clocks[rank]
         for entry in row[len(times) :]:
-            if isinstance(entry, Communication) and entry.is_collective:
+            if isinstance(entry, Communication):
                 # Collectives queue up on the rank's link; a reshard only frees memory. A rank
                 # reduces one stage at a time: a reduction's input takes memory until it ends.
                 if entry.op == "REDUCE_GRAD":
@@ -374,45 +293,38 @@ def earliest_times(
                     reduced[rank] = end
                 times.append(TimedAction(entry, start, end))
                 continue
-            parts = entry if isinstance(entry, Pair) else (entry,)
-            inputs = (_needed(part, ends, len(placement)) for part in parts)
+            passes = actions_of((entry,))
+            inputs = (_needed(action, len(placement)) for action in passes)
             needs = [needed for needed in inputs if needed is not None]
             if missing := [needed for needed in needs if needed not in ends]:
                 waiting[missing[0]] = rank
                 break
-            start = clock
-            if not isinstance(entry, Communication):  # a receive begins at once, in the background
-                away = [hop if placement[needed.stage] != rank else 0 for needed in needs]
-                arrivals = [ends[n] + late for n, late in zip(needs, away, strict=True)]
-                start = max([clock, *arrivals, *(gathered.get(part.stage, 0) for part in parts)])
-                clock = start + cost(entry)
+            arrivals = [ends[n] + (hop if placement[n.stage] != rank else 0) for n in needs]
+            start = max([clock, *arrivals, *(gathered.get(a.stage, 0) for a in passes)])
+            clock = start + cost(entry)
             times.append(TimedAction(entry, start, clock))
-            for part in parts:
-                ends[part] = clock
-                # A rank that waits for a gradient is noted under I as long as the op is unknown.
-                names = (part, part._replace(op="I")) if part.op == "B" else (part,)
-                ready += [waiting.pop(name) for name in names if name in waiting]
+            for action in passes:
+                # A rank that waits for a gradient is noted under I, whichever op makes it.
+                result = action._replace(op="I") if action.op == "B" else action
+                ends[result] = clock
+                if result in waiting:
+                    ready.append(waiting.pop(result))
         clocks[rank] = clock
     if waiting:
         raise _deadlock(rows, placement, {rank: needed for needed, rank in waiting.items()})
     return tuple(map(tuple, timed))
 
 
-def _needed(part: Part, ends: Mapping[Part, float], n_stages: int) -> Part | None:
-    """Return the pass or send of a neighbouring stage that an entry needs, or None."""
-    if isinstance(part, Communication):
-        return _counterpart(part) if part.op.startswith("RECV") else None
-    stage, op, micro = part
+def _needed(action: Action, n_stages: int) -> Action | None:
+    """Return the pass of a neighbouring stage that an action needs, or None; I stands for B too."""
+    stage, op, micro = action
     if op == "F":
         return Action(stage - 1, "F", micro) if stage else None
-    if op == "W" or stage == n_stages - 1:
-        return None  # it needs only its own stage's results, which are earlier in the row
-    # The neighbour runs B, or I and W. As long as neither has a time, I stands for both.
-    whole = Action(stage + 1, "B", micro)
-    return whole if whole in ends else Action(stage + 1, "I", micro)
+    # W needs only its own stage's results, which are earlier in the row.
+    return None if op == "W" or stage == n_stages - 1 else Action(stage + 1, "I", micro)
 
 
-def _deadlock(rows: Rows, placement: Sequence[int], waits: dict[int, Part]) -> ScheduleError:
+def _deadlock(rows: Rows, placement: Sequence[int], waits: dict[int, Action]) -> ScheduleError:
     """Return the error of a deadlock, which names the ranks that wait for each other."""
     # Follow the waits from any rank until a rank comes up twice: from there on they are a cycle,
     # which is shown from its lowest rank on.
@@ -425,15 +337,14 @@ def _deadlock(rows: Rows, placement: Sequence[int], waits: dict[int, Part]) -> S
     start = cycle.index(min(cycle))
     cycle = cycle[start:] + cycle[:start]
     lines = []
-    first = None
+    waiting = []
     for rank in cycle:
         needed = waits[rank]
+        row = actions_of(rows[rank])
+        waiting.append(next(a for a in row if _needed(a, len(placement)) == needed))
+        other = placement[needed.stage]
         # I stood for both ops above; the message names the one that the row has.
-        if needed not in parts_of(rows[placement[needed.stage]]):
-            needed = Action(needed.stage, "B", int(needed.micro or 0))
-        part = next(
-            p for p in parts_of(rows[rank]) if _needed(p, {needed: 0}, len(placement)) == needed
-        )
-        first = first or (part if isinstance(part, Action) else None)
-        lines.append(f"rank {rank} waits at {part} for {needed} of rank {placement[needed.stage]}")
-    return ScheduleError("the schedule deadlocks: " + ", ".join(lines), first)
+        if needed not in actions_of(rows[other]):
+            needed = needed._replace(op="B")
+        lines.append(f"rank {rank} waits at {waiting[-1]} for {needed} of rank {other}")
+    return ScheduleError("the schedule deadlocks: " + ", ".join(lines), waiting[0])

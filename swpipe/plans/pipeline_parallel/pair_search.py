@@ -18,7 +18,7 @@ from swpipe.plans.pipeline_parallel.action import Action, Entry, Pair, ScheduleE
 from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 from swpipe.plans.pipeline_parallel.schedule_check import check_schedule
-from swpipe.plans.pipeline_parallel.v_order import Objective, OrderTimes
+from swpipe.plans.pipeline_parallel.v_order import Objective
 
 _MOST = 500
 """The maximal number of changes to try, which takes seconds for hundreds of passes."""
@@ -42,12 +42,10 @@ def pair_passes(
     """
 
     def value(schedule: PipelineSchedule) -> tuple[float, float]:
-        """Return the maximum over the ranks, and their sum to compare equal maxima."""
+        """Return the value of the objective, and the ranks' ends to compare equal values."""
         report = check_schedule(schedule, costs)
-        ends = [row[-1].end for row in report.times]
-        spans = [row[-1].end - row[0].start for row in report.times]
-        values = OrderTimes(ends, spans, list(report.bubbles)).values(objective)
-        return max(values), sum(values)
+        # The objectives have the names of the report's properties.
+        return getattr(report, objective), sum(row[-1].end for row in report.times)
 
     best = schedule
     least = value(schedule)

@@ -21,15 +21,15 @@ Values: TypeAlias = float | Sequence[float]
 _MEMORY = ("f_mem", "b_mem", "w_mem")
 
 OF_STAGES = ("forward", "backward", "weight", "pair", *_MEMORY, "work_mem", "unshard", "reduce")
-"""The costs that may be one number for all stages, or one number per rank or stage."""
+"""The costs that may be one number for all stages, or one number per stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
     """The times and the memory of one stage's passes over one microbatch, in any units.
 
-    A cost is one number for all stages, or a sequence with one number per rank or per stage. (On
-    torch's runtime stage 0 runs its whole backward pass in W, which costs per stage can express.)
+    A cost is one number for all stages, or a sequence with one number per stage. (On torch's
+    runtime stage 0 runs its whole backward pass in W, which costs per stage can express.)
 
     Attributes:
         forward: The time of F.
@@ -43,8 +43,8 @@ class PipelineCosts:
         w_mem: The memory that W adds, negative or 0. B adds ``b_mem``, and then ``w_mem``.
         max_mem: The memory limit of each rank. None or 0 for the memory of one microbatch in each
             stage, which is 2 * n * f_mem on a V of n ranks; ``math.inf`` for no limit.
-        pair: The time of a pair, by the rank or the stage of its F. A pair takes at least the time
-            of the longer one of its passes. None for the time of F and B in sequence.
+        pair: The time of a pair, by the stage of its F. A pair takes at least the time of the
+            longer one of its passes. None for the time of F and B in sequence.
         unshard: The time for which gathering the parameters of a stage occupies the rank's link to
             the ranks that hold the other shards.
         reduce: The time for which reducing the gradients of a stage occupies this link.
@@ -119,84 +119,50 @@ class PipelineCosts:
         """Return the memory limit with a margin for the rounding of sums of floats."""
         return self.limit(n_stages) * (1 + 1e-9)
 
-    def require_room(self, n_ranks: int) -> None:
-        """Check that each rank's memory has room for one microbatch on a V.
-
-        Raises:
-            ScheduleError: A rank needs more memory than ``max_mem``.
-        """
-        # Rank r runs, for one microbatch: F of stage r, F of stage 2n - 1 - r, I of stage
-        # 2n - 1 - r, I of stage r. The peak is after the second F, or after an I that adds memory.
-        placement = [*range(n_ranks), *reversed(range(n_ranks))]
-        for rank in range(n_ranks):
-            up = 2 * n_ranks - 1 - rank
-            (f_down, i_down), (f_up, i_up) = (
-                [self.memory(Action(s, op, 0), placement) for op in "FI"]  # type: ignore[arg-type]
-                for s in (rank, up)
-            )
-            work = max(_of_stage(self.work_mem, s, placement) for s in (rank, up))
-            least = f_down + max(f_up + max(0, i_up), i_down) + work
-            if least > self.widened_limit(2 * n_ranks):
-                raise ScheduleError(
-                    f"max_mem is {shown(self.max_mem)}: a V needs at least {shown(least)} on rank "
-                    f"{rank}, for both chunks of one microbatch"
-                )
-
-    def time(self, action: Entry, placement: Sequence[int]) -> float:
-        """Return the time of an entry in the unit of the costs.
-
-        Args:
-            action: The action, pair or communication.
-            placement: The rank of each stage.
-        """
-        if isinstance(action, Communication):
-            # Sends and receives cost a hop, which is no time of a rank; a reshard frees memory.
-            value = {"UNSHARD": self.unshard, "REDUCE_GRAD": self.reduce}.get(action.op, 0)
-            return _of_stage(value, action.stage, placement)
-        if isinstance(action, Pair):
+    def time(self, entry: Entry) -> float:
+        """Return the time of an action, pair or communication in the unit of the costs."""
+        if isinstance(entry, Communication):
+            # A reshard only frees memory.
+            value = {"UNSHARD": self.unshard, "REDUCE_GRAD": self.reduce}.get(entry.op, 0)
+            return _of_stage(value, entry.stage)
+        if isinstance(entry, Pair):
             # An overlapped pass does not get faster, whatever the measured time of the pair says.
-            parts = [self.time(part, placement) for part in action]
+            parts = [self.time(part) for part in entry]
             if self.pair is None:
                 return sum(parts)
-            return max(*parts, _of_stage(self.pair, action.f.stage, placement))
+            return max(*parts, _of_stage(self.pair, entry.f.stage))
         # B has no costs of its own.
-        if action.op == "B":
-            both = (action._replace(op="I"), action._replace(op="W"))
-            return self.time(both[0], placement) + self.time(both[1], placement)
-        value = {"F": self.forward, "I": self.backward, "W": self.weight}[action.op]
-        return _of_stage(value, action.stage, placement)
+        if entry.op == "B":
+            return self.time(entry._replace(op="I")) + self.time(entry._replace(op="W"))
+        value = {"F": self.forward, "I": self.backward, "W": self.weight}[entry.op]
+        return _of_stage(value, entry.stage)
 
-    def memory(self, action: Action, placement: Sequence[int]) -> float:
+    def memory(self, action: Action) -> float:
         """Return the memory that an F, I or W adds to its rank."""
         value = {"F": self.f_mem, "I": self.b_mem, "W": self.w_mem}[action.op]
-        return _of_stage(value, action.stage, placement)
+        return _of_stage(value, action.stage)
 
-    def need(self, action: Action, placement: Sequence[int]) -> float:
+    def need(self, action: Action) -> float:
         """Return the memory that must be free when an F, I or W is issued."""
-        work = _of_stage(self.work_mem, action.stage, placement)
-        return max(0, self.memory(action, placement)) + work
+        return max(0, self.memory(action)) + _of_stage(self.work_mem, action.stage)
 
-    def require(self, n_ranks: int, n_stages: int) -> None:
-        """Check that each sequence of costs has one number per rank, or one per stage.
+    def require(self, n_stages: int) -> None:
+        """Check that each sequence of costs has one number per stage.
 
         Raises:
             ScheduleError: A sequence has another length.
         """
         for name in OF_STAGES:
             value = getattr(self, name)
-            if isinstance(value, Sequence) and len(value) not in (n_ranks, n_stages):
+            if isinstance(value, Sequence) and len(value) != n_stages:
                 raise ScheduleError(
-                    f"{name} has {len(value)} numbers: give one, or one for each of "
-                    f"{n_ranks} ranks, or one for each of {n_stages} stages"
+                    f"{name} has {len(value)} numbers: give one, or one for each of {n_stages} "
+                    "stages"
                 )
 
 
-def _of_stage(value: Values, stage: int, placement: Sequence[int]) -> float:
-    """Return the value of a stage from one number, or from one number per stage or per rank."""
-    if not isinstance(value, Sequence):
-        return value
-    # If there is one stage per rank, both lengths are equal, and the numbers are taken by stage.
-    return value[stage if len(value) == len(placement) else placement[stage]]
+def _of_stage(value: Values, stage: int) -> float:
+    return value[stage] if isinstance(value, Sequence) else value
 
 
 class ActivationMemory(NamedTuple):

@@ -16,6 +16,7 @@ Source: P. Qi et al., "Pipeline parallelism with controllable memory" (2024), as
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,8 +100,7 @@ class PipelineGraph:
         max_mem: The memory limit of each stage; None or 0 for 2 * n_stage * f_mem.
 
     Raises:
-        ScheduleError: A size or a cost is not above 0, memory grows with each microbatch, or
-            ``max_mem`` is below 2 * f_mem.
+        ScheduleError: A size or a cost is not above 0, or memory grows with each microbatch.
     """
 
     n_stage: int
@@ -128,7 +128,6 @@ class PipelineGraph:
             raise ScheduleError("; ".join(wrong))
         memory = (self.f_mem, self.b_mem, self.w_mem, self.max_mem)
         costs = PipelineCosts(self.f_cost, self.b_cost, self.w_cost, self.c_cost, *memory)
-        costs.require_room(self.n_stage)
         object.__setattr__(self, "max_mem", costs.limit(2 * self.n_stage))
 
     @property
@@ -276,11 +275,18 @@ class _Attempt:
 
     # ------------------------------------------------------------ single passes
 
-    def _producer(self, kind: int, stage: int) -> list[float] | None:
-        """Return the ends of the passes that produce the inputs of a kind; None if none do."""
+    def _arrival(self, kind: int, stage: int) -> float | None:
+        """Return the time at which the input of a kind's next pass arrives from another stage.
+
+        Returns None if it is not made yet, and 0 if no other stage makes it.
+        """
         # Even kinds go down the V, odd kinds up.
         neighbour = stage - 1 if kind % 2 == 0 else stage + 1
-        return self.ends[kind][neighbour] if 0 <= neighbour < self.graph.n_stage else None
+        if kind > 3 or not 0 <= neighbour < self.graph.n_stage:
+            return 0
+        ends = self.ends[kind][neighbour]
+        micro = len(self.ends[kind][stage])
+        return ends[micro] + self.graph.c_cost if micro < len(ends) else None
 
     def _put(self, kind: int, stage: int) -> None:
         """Append the next pass of a kind to a stage.
@@ -293,26 +299,21 @@ class _Attempt:
         done = ends[kind][stage]
         micro = len(done)
         now = self.clock[stage]
-        start = now
         if micro >= self.graph.n_micro:
             self._fail(f"stage {stage} would get a microbatch too many")
         self.mem[stage] += self.memory[category]
         if self.mem[stage] > self.max_mem:
             self._fail(f"stage {stage} would exceed it")
-        if kind < 4:
-            producer = self._producer(kind, stage)
-            # The input comes from the neighbour, and within the stage from the kind before (F1
-            # after F0, B0 after F1, B1 after B0).
-            if (producer is not None and len(producer) <= micro) or (
-                kind and len(ends[kind - 1][stage]) <= micro
-            ):
-                self._fail(f"stage {stage} would come before what it needs")
-            if producer is not None and (arrival := producer[micro] + self.graph.c_cost) > now:
-                start = arrival
-                # Waits before a stage's first pass are no bubble.
-                if ends[0][stage]:
-                    self.bubble[stage] += start - now
-                    self.max_bubble = max(self.max_bubble, self.bubble[stage])
+        # The input comes from the neighbour, and within the stage from the kind before (F1 after
+        # F0, B0 after F1, B1 after B0).
+        arrival = self._arrival(kind, stage)
+        if arrival is None or (0 < kind < 4 and len(ends[kind - 1][stage]) <= micro):
+            self._fail(f"stage {stage} would come before what it needs")
+        start = max(now, arrival)
+        # Waits before a stage's first pass are no bubble.
+        if ends[0][stage]:
+            self.bubble[stage] += start - now
+            self.max_bubble = max(self.max_bubble, self.bubble[stage])
         self.clock[stage] = start + self.graph.costs[category]
         done.append(self.clock[stage])
         self.schedule[stage].append((category, kind % 2, micro))
@@ -331,11 +332,9 @@ class _Attempt:
         largest bubble so far and ``left``.
         """
         pending = self.pending[stage]
-        producer = self._producer(kind, stage)
-        micro = len(self.ends[kind][stage])
-        if producer is None or len(producer) <= micro:
+        arrival = self._arrival(kind, stage)
+        if not arrival:
             return
-        arrival = producer[micro] + self.graph.c_cost
         while pending and arrival >= self.clock[stage] + self.graph.w_cost:
             self._put_weight(stage)
         if pending and may_delay:
@@ -368,7 +367,7 @@ class _Attempt:
             # While F1 of microbatch 0 is on its way up to this stage, the stages from 0 to here run
             # F0 of further microbatches, if this stage keeps room for two more F passes for each of
             # these stages.
-            arrival = self.ends[1][stage + 1][0] + graph.c_cost
+            arrival = self._arrival(1, stage) or 0
             room = self.max_mem - graph.f_mem * (2 + 2 * stage)
             while (
                 self.mem[stage] <= room
@@ -410,8 +409,8 @@ class _Attempt:
         on_way_up = [
             stage
             for stage in range(n)
-            if (micro := len(up[stage])) < len(down[stage])
-            and (stage == n - 1 or len(up[stage + 1]) > micro or len(down[stage]) >= m)
+            if len(up[stage]) < len(down[stage])
+            and (self._arrival(3, stage) is not None or len(down[stage]) >= m)
         ]
         others = sorted(set(range(n)).difference(on_way_up))
         return [*((stage, 1) for stage in reversed(on_way_up)), *((stage, 0) for stage in others)]
@@ -419,21 +418,16 @@ class _Attempt:
     def _next_forward(self, stage: int) -> int | None:
         """Return the kind of the next F pass of a stage; None if no F pass is ready."""
         # F1 has priority over F0: it brings a microbatch nearer to its backward passes.
-        n = self.graph.n_stage
         m = self.graph.n_micro
-        down = self.ends[0]
-        up = self.ends[1]
-        n_down = len(down[stage])
-        n_up = len(up[stage])
+        n_down = len(self.ends[0][stage])
+        n_up = len(self.ends[1][stage])
         if n_up >= m:
             return None
         if n_up >= n_down:
             return 0
-        if stage == n - 1 or len(up[stage + 1]) > n_up:
+        if self._arrival(1, stage) is not None:
             return 1
-        if n_down < m and (stage == 0 or len(down[stage - 1]) > n_down):
-            return 0
-        return None
+        return 0 if n_down < m and self._arrival(0, stage) is not None else None
 
 
 class _Nodes:
@@ -447,7 +441,7 @@ class _Nodes:
         self.graph = graph
         self.end_time = attempt.end_time
         self.number = 0
-        self.listed: list[list[tuple[float, int, ScheduledNode]]] = [
+        self.listed: list[list[tuple[float, float, ScheduledNode]]] = [
             [] for _ in range(graph.n_stage)
         ]
         self._add_validation()
@@ -473,7 +467,6 @@ class _Nodes:
 
     def _add_passes(self, schedule: list[list[tuple[int, int, int]]]) -> None:
         graph = self.graph
-        last_number = self.number + 6 * graph.n_stage * graph.n_micro
         names = {FORWARD: "FORWARD", BACKWARD: "BACKWARD"}
         for stage, row in enumerate(schedule):
             for category, raw, micro in row:
@@ -481,7 +474,7 @@ class _Nodes:
                 start = end - graph.costs[category]
                 chunk = raw if category == FORWARD else 1 - raw
                 node = ScheduledNode("FBW"[category], chunk, stage, micro, start, end)
-                self.listed[stage].append((start, last_number, node))
+                self.listed[stage].append((start, math.inf, node))
                 if category == WEIGHT:
                     continue
                 # At the ends of the V the next pass is on the same stage, or there is none.

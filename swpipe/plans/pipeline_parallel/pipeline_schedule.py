@@ -33,9 +33,8 @@ class PipelineSchedule:
     Any rows are accepted; ``check_schedule`` checks whether they can run.
 
     Attributes:
-        rows: One row of actions, pairs and communication per rank, from rank 0. A schedule contains
-            either all collectives or none, and either all sends and receives or none. The runtime
-            adds what is missing.
+        rows: One row of actions, pairs and communication per rank, from rank 0. If there is no
+            communication, the runtime adds it; sends and receives are always the runtime's own.
         n_micro: The number of microbatches.
     """
 
@@ -131,8 +130,9 @@ class PipelineSchedule:
         """Read a schedule from CSV text or from a file, as ``to_csv`` or torch's runtime writes it.
 
         There is one line per rank, with cells such as ``2F0``. Empty cells, in which a rank idles,
-        are skipped. The other cells are passes; pairs, ``(0F1;3B0)OVERLAP_F_B``; sends and
-        receives, ``1SEND_F0``; or ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` of a stage.
+        are skipped. The other cells are passes; pairs, ``(0F1;3B0)OVERLAP_F_B``; or ``UNSHARD``,
+        ``RESHARD`` and ``REDUCE_GRAD`` of a stage. Sends and receives are refused: the runtime
+        places them.
 
         Args:
             source: The CSV text, or a path-like object that names a file of CSV text.
@@ -188,7 +188,7 @@ def in_order_of_stages(row: Iterable[Entry]) -> Iterator[Entry]:
     for part in parts_of(row):
         number = counts[part.stage, part.op]
         counts[part.stage, part.op] += 1
-        yield part if part.micro is None else part._replace(micro=number)
+        yield part if isinstance(part, Communication) else part._replace(micro=number)
 
 
 def _lines(text: str) -> list[tuple[int, list[str]]]:

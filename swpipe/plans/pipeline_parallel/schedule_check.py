@@ -6,7 +6,7 @@ that an error in one is not repeated in the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swpipe.core.messages import shown
@@ -20,7 +20,6 @@ from swpipe.plans.pipeline_parallel.order_check import TimedAction, check_rows, 
 from swpipe.plans.pipeline_parallel.pipeline_costs import PipelineCosts
 from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 from swpipe.trace import Row, Span, Trace
-from swpipe.trace.perfetto import Arrow
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class ScheduleReport:
                     Span(task, parts[0].micro, on, ns(start), ns(end), ns(start) - ns(before))
                 )
                 before = end  # the end of the rank's previous span, from which the wait counts
-        return Trace(spans, arrows=_arrows({span.task for span in spans}))
+        return Trace(spans)
 
 
 def check_schedule(schedule: PipelineSchedule, costs: PipelineCosts) -> ScheduleReport:
@@ -99,36 +98,19 @@ def check_schedule(schedule: PipelineSchedule, costs: PipelineCosts) -> Schedule
     """
     rows = schedule.rows
     placement = check_rows(rows, schedule.n_micro)
+    n_stages = len(placement)
     # The rows are valid from here on, so that the number of stages is known.
-    costs.require(len(rows), len(placement))
-    times = earliest_times(rows, placement, lambda entry: costs.time(entry, placement), costs.hop)
+    costs.require(n_stages)
+    times = earliest_times(rows, placement, costs.time, costs.hop)
     return ScheduleReport(
         schedule,
         times,
         makespan=max(entry.end for row in times for entry in row),
         bubbles=tuple(_bubble(row) for row in times),
         peak_memory=tuple(
-            _peak(row, rank, costs, placement) for rank, row in enumerate(map(actions_of, rows))
+            _peak(row, rank, costs, n_stages) for rank, row in enumerate(map(actions_of, rows))
         ),
     )
-
-
-def _arrows(tasks: Set[str]) -> Iterator[Arrow]:
-    """Yield the dependences between the passes of neighbouring stages, and within a stage."""
-    # Pairs (with "+") have no arrows: their two passes depend on different microbatches.
-    for task in sorted(task for task in tasks if "+" not in task):
-        stage = int(task[:-1])
-        op = task[-1]
-        for other, producer in ((stage - 1, "F"), (stage + 1, "I"), (stage + 1, "B"), (stage, "F")):
-            if f"{other}{producer}" in tasks and _follows(op, producer, other == stage):
-                yield Arrow(f"{other}{producer}", task)
-
-
-def _follows(op: str, producer: str, same_stage: bool) -> bool:
-    # Within a stage I and B need F; between stages F needs F, and I and B need I or B.
-    if same_stage:
-        return op in "IB"
-    return op == "F" if producer == "F" else op in "IB"
 
 
 def _span(row: Sequence[TimedAction]) -> float:
@@ -141,10 +123,7 @@ def _bubble(row: Sequence[TimedAction]) -> float:
     return _span(row) - sum(entry.end - entry.start for entry in passes)
 
 
-def _peak(
-    row: Sequence[Action], rank: int, costs: PipelineCosts, placement: Sequence[int]
-) -> float:
-    n_stages = len(placement)
+def _peak(row: Sequence[Action], rank: int, costs: PipelineCosts, n_stages: int) -> float:
     limit = costs.widened_limit(n_stages)
     used: float = 0
     peak: float = 0
@@ -153,9 +132,9 @@ def _peak(
         # that the pass needs while it runs, which it partly frees at its end.
         for op in "IW" if action.op == "B" else action.op:
             part = action._replace(op=op)  # type: ignore[arg-type]
-            most = used + costs.need(part, placement)
+            most = used + costs.need(part)
             peak = max(peak, most)
-            used += costs.memory(part, placement)
+            used += costs.memory(part)
             # ``limit`` has a margin for rounding; the message shows the limit without it.
             if most > limit:
                 raise ScheduleError(

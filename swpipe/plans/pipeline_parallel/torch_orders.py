@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from swpipe.core.messages import shown
-from swpipe.plans.pipeline_parallel.action import (
-    OPS,
-    Action,
-    Entry,
-    Pair,
-    ScheduleError,
-    actions_of,
-)
+from swpipe.plans.pipeline_parallel.action import ScheduleError
 from swpipe.plans.pipeline_parallel.pipeline_costs import require_counts
-from swpipe.plans.pipeline_parallel.pipeline_schedule import (
-    PipelineSchedule,
-    in_order_of_stages,
-)
+from swpipe.plans.pipeline_parallel.pipeline_schedule import PipelineSchedule
 
 TorchOrder: TypeAlias = Literal[
     "1f1b", "interleaved", "zbv", "dualpipev", "gpipe", "looped_bfs", "interleaved_zb"
@@ -119,21 +108,9 @@ def torch_schedule(order: TorchOrder, n_ranks: int, n_micro: int) -> PipelineSch
     except ValueError as error:
         text = " ".join(str(error).split())
         raise ScheduleError(f"torch's {kind.torch_class} has no such schedule: {text}") from error
-    rows = [tuple(_entries(by_rank[rank])) for rank in range(n_ranks)]
-    if kind.renumbered:
-        # In torch, 1F1B numbers the forward passes of the last rank from 1, and LoopedBFS and GPipe
-        # run backward passes from the last microbatch to the first. Renumbering keeps all
-        # dependences.
-        rows = [tuple(in_order_of_stages(row)) for row in rows]
-    return PipelineSchedule(tuple(rows), n_micro)
-
-
-def _entries(entries: Iterable[Any]) -> Iterable[Entry]:
-    """Yield the passes and pairs among torch's entries, which may also be None or communication."""
-    for entry in entries:
-        if entry is None:
-            continue
-        if entry.sub_actions is not None:
-            yield Pair(*actions_of(_entries(entry.sub_actions)))
-        elif (op := entry.computation_type.value) in OPS:
-            yield Action(entry.stage_index, op, entry.microbatch_index)
+    # In torch, 1F1B numbers the forward passes of the last rank from 1, and LoopedBFS and GPipe run
+    # backward passes from the last microbatch to the first. Renumbering keeps all dependences.
+    cells = ([str(entry or "") for entry in by_rank[rank]] for rank in range(n_ranks))
+    text = "\n".join(map(",".join, cells))
+    # Some of the orders have reductions, too.
+    return PipelineSchedule.from_csv(text, renumbered=kind.renumbered).passes

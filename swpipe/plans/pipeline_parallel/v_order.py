@@ -11,6 +11,7 @@ microbatches in another order, renumbering them keeps every dependence and every
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -45,10 +46,6 @@ class OrderTimes(NamedTuple):
         """Return the value of each rank, of which the objective is the maximum."""
         return {"makespan": self.ends, "period": self.spans, "bubble": self.bubbles}[objective]
 
-    def value(self, objective: Objective) -> float:
-        """Return the value of the objective: the makespan, the period, or the largest bubble."""
-        return max(self.values(objective))
-
 
 class VOrders:
     """The costs of one job by rank and kind, and the times and memory of its orders.
@@ -64,29 +61,28 @@ class VOrders:
         self.n_micro = n_micro
         self.costs = costs
         self.hop = costs.hop
-        placement = [min(s, 2 * n_ranks - 1 - s) for s in range(2 * n_ranks)]
         actions = [
             [Action(self.stage(kind, rank), _OPS[kind][0], 0) for kind in range(6)]
             for rank in range(n_ranks)
         ]
         # Indexed by rank and kind, since the search looks them up for every pass of every order.
         self.cost, self.memory, self.need = (
-            [[of(action, placement) for action in row] for row in actions]
+            [[of(action) for action in row] for row in actions]
             for of in (costs.time, costs.memory, costs.need)
         )
         self.work = [sum(cost) * n_micro for cost in self.cost]
-        self.saved = [2 * n_micro * self._saved(rank, placement) for rank in range(n_ranks)]
+        self.saved = [2 * n_micro * self._saved(rank) for rank in range(n_ranks)]
         self.max_mem = costs.widened_limit(2 * n_ranks)
         # The memory that F and I may use: the working memory of W stays free, so that a W can run
         # at any time to free memory.
         self.room = [self.max_mem - max(need[4:]) for need in self.need]
 
-    def _saved(self, rank: int, placement: Sequence[int]) -> float:
+    def _saved(self, rank: int) -> float:
         """Return the largest time that a pair of the rank's stages saves over its two passes."""
         stages = {self.stage(kind, rank) for kind in (0, 1)}
         pairs = [Pair(Action(f, "F", 0), Action(b, "B", 1)) for f in stages for b in stages]
         time = self.costs.time
-        return max(0, *(sum(time(a, placement) for a in p) - time(p, placement) for p in pairs))
+        return max(0, *(sum(map(time, pair)) - time(pair) for pair in pairs))
 
     def stage(self, kind: int, rank: int) -> int:
         """Return the stage of a kind on a rank."""
@@ -140,6 +136,15 @@ class VOrders:
         spans = [end - head for end, head in zip(clock, heads, strict=True)]
         bubbles = [span - work for span, work in zip(spans, self.work, strict=True)]
         return OrderTimes(clock, spans, bubbles)
+
+    def value(self, order: Order, objective: Objective) -> tuple[float, float]:
+        """Return the value of the objective, and the sum over the ranks to compare equal values.
+
+        Both are infinite if the order deadlocks.
+        """
+        times = self.times(order)
+        values = [math.inf] if times is None else times.values(objective)
+        return max(values), sum(values)
 
     def is_valid(self, row: Sequence[int], rank: int) -> bool:
         """Return whether a rank's row keeps the order of each microbatch, and the memory limit."""

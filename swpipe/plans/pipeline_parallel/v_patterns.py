@@ -12,7 +12,6 @@ each quarter, and each eighth, which treats the prologue and the epilogue apart:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, permutations, product
 
@@ -39,7 +38,7 @@ def swapped_patterns(
     Returns:
         An order that is valid and no worse, and the number of moves that are left.
     """
-    least = _value(orders, objective, order)
+    least = orders.value(order, objective)
     for n_runs in _RUNS:
         before = None
         while least != before:
@@ -52,19 +51,12 @@ def swapped_patterns(
                         return order, 0
                     moves -= 1
                     changed = [*order[:rank], row, *order[rank + 1 :]]
-                    value = _value(orders, objective, changed)
+                    value = orders.value(changed, objective)
                     if value < least:
                         order = changed
                         least = value
                         break  # the other runs are those of the row as it was
     return order, moves
-
-
-def _value(orders: VOrders, objective: Objective, order: Order) -> tuple[float, float]:
-    """Return the maximum over the ranks, and their sum to compare equal maxima."""
-    times = orders.times(order)
-    values = [math.inf] if times is None else times.values(objective)
-    return max(values), sum(values)
 
 
 def _with_swaps(row: Sequence[int], pair: str, swapped: str, n_runs: int) -> Iterator[list[int]]:

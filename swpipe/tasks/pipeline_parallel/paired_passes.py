@@ -107,40 +107,6 @@ class PlannedMicrobatch:
         return (*grads, *[None] * (len(inputs) - len(grads)))
 
 
-class PlannedPasses:
-    """The microbatches of a stage that run by plans of its layers.
-
-    Args:
-        chunk: The stage's module.
-        is_first: Whether the stage is the first one of the model.
-        split: These microbatches, from 0, each with whether its backward pass is split into I and
-            W.
-
-    Attributes:
-        over: The microbatch whose backward pass overlaps the next forward pass; None to run the
-            forward pass alone.
-        under_way: The microbatches between their forward and backward passes.
-    """
-
-    def __init__(self, chunk: Any, is_first: bool, split: Mapping[int, bool]) -> None:
-        self.split = split
-        self.over: PlannedMicrobatch | None = None
-        self._chunk = chunk
-        self._is_first = is_first
-        self.under_way: dict[int, PlannedMicrobatch] = {}
-
-    def run_forward(self, micro: int, args: Any, keywords: dict[str, Any]) -> Any:
-        """Run the forward pass of a microbatch, and return its output."""
-        if self.split[micro]:
-            keywords["extra_block_kwargs"] = {"delay_wgrad_compute": True}
-        planned = PlannedMicrobatch(plan_of(self._chunk, args, self._is_first, **keywords))
-        self.under_way[micro] = planned
-        # ``over`` holds for one forward pass only.
-        over = self.over
-        self.over = None
-        return planned.run_forward(over)
-
-
 class PairedPasses:
     """The function that torch's runtime calls for a pair.
 
@@ -161,7 +127,7 @@ class PairedPasses:
         ahead = self._stages[f.stage_index]
         back = self._stages[b.stage_index]
         forward = partial(self._forward, ahead, f.microbatch_index, context)
-        planned = back.plans.under_way.get(b.microbatch_index)
+        planned = back.under_way.get(b.microbatch_index)
         if planned is None:
             forward()
         else:
@@ -169,7 +135,7 @@ class PairedPasses:
             # the stage runs both plans. The microbatch is an argument, because a function that held
             # it would keep its graph in a reference cycle.
             def due(microbatch: PlannedMicrobatch) -> None:
-                ahead.plans.over = microbatch
+                ahead.over = microbatch
                 forward()
 
             planned.due = due

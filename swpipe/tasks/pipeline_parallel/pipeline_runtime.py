@@ -36,11 +36,10 @@ from torch.utils._pytree import tree_map
 
 from swpipe.distributed import gather
 from swpipe.errors import add_note
-from swpipe.plans.pipeline_parallel import Communication, Pair, PipelineSchedule, ScheduleError
-from swpipe.plans.pipeline_parallel.action import Entry
+from swpipe.plans.pipeline_parallel import PipelineSchedule, ScheduleError
 from swpipe.tasks.pipeline_parallel.gradient_reductions import Reductions
 from swpipe.tasks.pipeline_parallel.paired_passes import PairedPasses, planned_micros
-from swpipe.tasks.pipeline_parallel.pipeline_stage import OncePerMicrobatch
+from swpipe.tasks.pipeline_parallel.pipeline_stage import OncePerMicrobatch, as_tuple
 from swpipe.tasks.pipeline_parallel.run_rules import (
     CollectivesBeside,
     check_batch,
@@ -50,10 +49,8 @@ from swpipe.tasks.pipeline_parallel.run_rules import (
 from swpipe.tasks.pipeline_parallel.step_link import StepFailure, StepLink
 from swpipe.tasks.pipeline_parallel.torch_pipelining import (
     BACKWARD,
-    COMMUNICATION,
-    OPS,
     OVERLAP,
-    TorchAction,
+    REDUCE_GRAD,
     TorchRuntime,
     lower,
 )
@@ -141,18 +138,15 @@ class SerialRuntime:
         backward: bool,
     ) -> StepResult:
         tensors = check_batch(inputs, target, self.n_micro, keywords)
-        parts = {name: tensor.chunk(self.n_micro) for name, tensor in tensors.items()}
         losses = []
         outputs = []
-        for micro in range(self.n_micro):
-            named = {name: parts[name][micro] for name in keywords}
-            given = [part[micro] for name, part in parts.items() if name not in keywords]
-            *first, wanted = given  # check_batch puts the target after the inputs
-            output: Any = tuple(first)
+        for parts in zip(*(t.chunk(self.n_micro) for t in tensors.values()), strict=True):
+            micro = dict(zip(tensors, parts, strict=True))
+            named = {name: micro.pop(name) for name in keywords}
+            *given, wanted = micro.values()  # check_batch puts the target after the inputs
+            output: Any = tuple(given)
             for chunk in self.modules:
-                # As in ``as_tuple``, by which a pipeline stage calls its module.
-                is_several = isinstance(output, tuple | list)
-                output = chunk(*output, **named) if is_several else chunk(output, **named)
+                output = chunk(*as_tuple(output), **named)
             loss: Any = self._loss_fn(output, wanted)
             if backward:
                 loss.backward()
@@ -339,8 +333,7 @@ class _Passes:
             for stage, chunk in owner.chunks.items()
         ]
         runtime = TorchRuntime(stages, schedule.n_micro, loss_fn=owner.loss_fn)
-        rows = {rank: [*map(_of_torch, row)] for rank, row in enumerate(schedule.rows)}
-        lower(runtime, rows, schedule.placement)
+        lower(runtime, schedule)
         self._owner = owner
         self._runtime = runtime
         self._training = training
@@ -351,7 +344,7 @@ class _Passes:
         runtime.register_custom_function(OVERLAP, self._pairs)
         self._reductions = Reductions(stages, schedule.n_micro)
         if training:
-            runtime.register_custom_function(COMMUNICATION["REDUCE_GRAD"], self._reductions)
+            runtime.register_custom_function(REDUCE_GRAD, self._reductions)
         else:
             for op in BACKWARD:
                 runtime.register_custom_function(op, _do_nothing)
@@ -434,14 +427,6 @@ def _gradients_of_step(modules: Sequence[nn.Module], accumulate: bool) -> Iterat
     for parameter, grad in zip(parameters, before, strict=True):
         if accumulate and grad is not None:
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
-
-
-def _of_torch(entry: Entry) -> Any:
-    if isinstance(entry, Pair):
-        # Torch's own overlapped action has stage -1 and no microbatch: both are in its parts.
-        return TorchAction(-1, OVERLAP, None, tuple(map(_of_torch, entry)))
-    ops = COMMUNICATION if isinstance(entry, Communication) else OPS
-    return TorchAction(entry.stage, ops[entry.op], entry.micro)
 
 
 def _inputs_in_order(schedule: PipelineSchedule, stage: int) -> bool:

@@ -12,7 +12,6 @@ Torch's own stage differs in two ways (torch 2.13 to 2.15):
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from swpipe.tasks.pipeline_parallel.paired_passes import PlannedMicrobatch, PlannedPasses
+from swpipe.tasks.pipeline_parallel.paired_passes import PlannedMicrobatch, plan_of
 from swpipe.tasks.pipeline_parallel.split_backward import WeightPass, input_pass, whole_pass
-from swpipe.tasks.pipeline_parallel.stage_wires import Receiver, Sender
+from swpipe.tasks.pipeline_parallel.stage_wires import StageWire
 from swpipe.tasks.pipeline_parallel.step_link import StepLink
 from swpipe.tasks.pipeline_parallel.torch_pipelining import Stage, find_tensors
 from swpipe.tasks.pipeline_parallel.wire import Packed, layouts_of, pack, unpack
@@ -40,10 +39,13 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         link: The process group for sends and receives.
         in_order: Whether the stage runs its I passes in the order of the microbatches.
         varying: Whether shapes and structures may change from microbatch to microbatch.
-        planned: See ``PlannedPasses``.
+        planned: The microbatches, from 0, that run by a plan of the module's layers, each with
+            whether its backward pass is split into I and W.
 
     Attributes:
-        plans: The microbatches that run by plans of the module's layers.
+        under_way: The planned microbatches between their forward and backward passes.
+        over: The microbatch whose backward pass overlaps the next forward pass; None to run the
+            forward pass alone.
     """
 
     def __init__(
@@ -56,30 +58,27 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         link: StepLink,
         in_order: bool,
         varying: bool,
-        planned: Mapping[int, bool] = MappingProxyType({}),
+        planned: Mapping[int, bool],
     ) -> None:
         super().__init__(module, stage, n_stages, device, group=link.group)
         self._link = link
         # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's stage would compare each tensor with the
         # shapes that its additional run found.
         self._runtime_validate = False
-        self._outputs, self._input_grads = (
-            Sender(self, stage + away, what, varying)
-            for away, what in ((1, "outputs"), (-1, "gradients of inputs"))
-        )
-        self._inputs, self._output_grads = (
-            Receiver(self, stage + away, varying) for away in (-1, 1)
-        )
+        self._previous = StageWire(self, stage - 1, varying)
+        self._next = StageWire(self, stage + 1, varying)
         self._packed: dict[int, Packed] = {}
         self._given: dict[int, tuple[Any, ...]] = {}
         self._in_order = in_order
-        self.plans = PlannedPasses(module, stage == 0, planned)
+        self._planned = planned
+        self.under_way: dict[int, PlannedMicrobatch] = {}
+        self.over: PlannedMicrobatch | None = None
         self._micro = 0
 
     def finish(self) -> None:
         """Wait for sent headers, and release the tensors of the step."""
-        for sender in (self._outputs, self._input_grads):
-            sender.finish()
+        for wire in (self._previous, self._next):
+            wire.finish()
         self._given.clear()
         self.clear_runtime_states()
 
@@ -103,17 +102,17 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         """Wait for the header of the inputs if one is sent, and return the inputs' receives."""
         self._link.place = f"stage {self.stage_index}, the inputs of microbatch {fwd_chunk_id}"
-        return self._inputs.start(fwd_chunk_id)
+        return self._previous.receive(fwd_chunk_id)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """Store the outputs of the previous stage on this rank as the inputs of this stage."""
         # Packed, so that tensors within structures are detached, too: each stage has a graph of its
         # own. Their memory is shared, not copied.
-        self._inputs.put(mb_index, pack(prev_stage_outputs))
+        self._previous.put(mb_index, pack(prev_stage_outputs))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
         """Send the header of the outputs if needed, and return the sends of the outputs."""
-        return self._outputs.start(fwd_chunk_id, self._packed.pop(fwd_chunk_id))
+        return self._next.send(fwd_chunk_id, self._packed.pop(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         """Wait for the header of the outputs' gradients, and return the receives of the gradients.
@@ -123,11 +122,11 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         if not self.has_backward:
             return []
         self._link.place = f"stage {self.stage_index}, the gradients of microbatch {bwd_chunk_id}"
-        return self._output_grads.start(bwd_chunk_id)
+        return self._next.receive(bwd_chunk_id)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Store the gradients of this stage's outputs, from the next stage on this rank."""
-        self._output_grads.put(mb_index, pack(next_stage_bwd_outputs))
+        self._next.put(mb_index, pack(next_stage_bwd_outputs))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
         """Send the header of the inputs' gradients, and return the sends of the gradients.
@@ -136,31 +135,37 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
         """
         if not self.has_backward:
             return []
-        return self._input_grads.start(bwd_chunk_id, pack(self.bwd_cache.pop(bwd_chunk_id)))
+        return self._previous.send(bwd_chunk_id, pack(self.bwd_cache.pop(bwd_chunk_id)))
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
         """Return the module's positional arguments from the received or stored inputs."""
-        arrived = self._inputs.take(fwd_chunk_id)
+        arrived = self._previous.take(fwd_chunk_id)
         # Only leaves that require gradients in the previous stage, as in one process: otherwise
         # autograd would compute gradients that nobody uses.
         gets_grads = self.has_backward and torch.is_grad_enabled()
         for leaf, layout in zip(arrived.tensors, layouts_of(arrived.header), strict=True):
             leaf.requires_grad_(layout.requires_grad and gets_grads)
-        self._given[fwd_chunk_id] = tuple(arrived.tensors)
-        return as_tuple(unpack(arrived.header, arrived.tensors))
+        self._given[fwd_chunk_id] = arrived.tensors
+        return as_tuple(unpack(*arrived))
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
         """Return the received or stored gradients of the outputs."""
-        arrived = self._output_grads.take(bwd_chunk_id)
-        return unpack(arrived.header, arrived.tensors)
+        return unpack(*self._next.take(bwd_chunk_id))
 
     # ------------------------------------------------------------------ forward
 
     def forward_maybe_with_nosync(self, *args: Any, **keywords: Any) -> Any:
         """Run the module, or the plan of its layers for a planned microbatch."""
-        if self._micro in self.plans.split:
-            return self.plans.run_forward(self._micro, args, keywords)
-        return super().forward_maybe_with_nosync(*args, **keywords)
+        if self._micro not in self._planned:
+            return super().forward_maybe_with_nosync(*args, **keywords)
+        if self._planned[self._micro]:
+            keywords["extra_block_kwargs"] = {"delay_wgrad_compute": True}
+        planned = PlannedMicrobatch(plan_of(self.submod, args, self.is_first, **keywords))
+        self.under_way[self._micro] = planned
+        # ``over`` holds for one forward pass only.
+        over = self.over
+        self.over = None
+        return planned.run_forward(over)
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, **more: Any
@@ -237,7 +242,7 @@ class OncePerMicrobatch(Stage):  # type: ignore[misc]
                     "cannot be split, and would not be reduced: use B instead of I and W"
                 )
             return (), None
-        planned = self.plans.under_way.pop(self._micro, None)
+        planned = self.under_way.pop(self._micro, None)
         outputs = bwd_kwargs["stage_output"]
         given = bwd_kwargs["input_values"]
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs

@@ -1,4 +1,4 @@
-"""Senders and receivers of a stage's outputs, inputs, and their gradients.
+"""The wires of a stage: its outputs, inputs, and their gradients, to and from a neighbouring stage.
 
 ::
 
@@ -12,56 +12,54 @@ shapes may vary, each microbatch is sent with its own header.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swpipe.tasks.pipeline_parallel.wire import Packed, TensorLayout, layouts_of
+from swpipe.tasks.pipeline_parallel.wire import Packed, layouts_of
 
 
-class Arrived(NamedTuple):
-    """The header and the tensors that a stage has received for a microbatch."""
-
-    header: bytes
-    tensors: list[Tensor]
-
-
-class Sender:
-    """The sender of a stage's outputs, or of the gradients of its inputs.
+class StageWire:
+    """Both directions between a stage and a neighbouring stage.
 
     Args:
-        stage: The ``PipelineStage`` that sends.
-        to: The number of the stage that receives, from 0.
-        what: The name of the values, for error messages.
+        stage: The ``PipelineStage``.
+        peer: The number of the neighbouring stage, from 0.
         varying: Whether each microbatch is sent with its own header.
     """
 
-    def __init__(self, stage: Any, to: int, what: str, varying: bool) -> None:
+    def __init__(self, stage: Any, peer: int, varying: bool) -> None:
         self._stage = stage
-        self._to = to
-        self._what = what
+        self._peer = peer
         self._varying = varying
-        self._header: bytes | None = None
-        self._headers_sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._sent_header: bytes | None = None
+        self._received_header: bytes | None = None
+        self._headers_under_way: list[tuple[dist.Work | None, Tensor]] = []
+        self._arriving: dict[int, tuple[bytes, list[Tensor]]] = {}
+        self._local: dict[int, Packed] = {}
 
-    def start(self, micro: int, packed: Packed) -> list[dist.P2POp]:
+    # ------------------------------------------------------------------ sends
+
+    def send(self, micro: int, packed: Packed) -> list[dist.P2POp]:
         """Start to send the header if needed, and return the sends of the tensors.
 
         Raises:
             ValueError: The structure or a shape differs from that of the first microbatch.
         """
-        if self._header is None or self._varying:
+        if self._sent_header is None or self._varying:
             self._send_header(packed.header)
-        elif self._header != packed.header:
+        elif self._sent_header != packed.header:
+            number = self._stage.stage_index
+            what = "outputs" if self._peer > number else "gradients of inputs"
             raise ValueError(
-                f"the {self._what} of stage {self._stage.stage_index} for microbatch {micro} are "
+                f"the {what} of stage {number} for microbatch {micro} are "
                 f"{_described(packed.header)}, and those of the first one "
-                f"{_described(self._header)}: make the runtime with varying_shapes=True, or pad "
-                "them"
+                f"{_described(self._sent_header)}: make the runtime with varying_shapes=True, or "
+                "pad them"
             )
-        self._header = packed.header
+        self._sent_header = packed.header
         layouts = layouts_of(packed.header)
         # Empty tensors are not sent: the header says all about them.
         memory = [
@@ -69,99 +67,76 @@ class Sender:
             for layout, tensor in zip(layouts, packed.tensors, strict=True)
             if layout.elements
         ]
-        return _operations(dist.isend, memory, self._stage, self._to)
+        return self._operations(dist.isend, memory)
 
     def _send_header(self, header: bytes) -> None:
         """Start to send a header without waiting for the receiver."""
         # Waiting could be a deadlock: the receiver may have passes to run first that wait for this
         # rank. The tensors are kept until ``finish``, because the sends read their memory.
         content = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        to = self._stage._resolve_peer_global_rank(self._to)
         for part in (torch.tensor([len(header)]), content):
             sent = part.to(self._stage.device)
-            self._headers_sent.append((dist.isend(sent, to, self._stage.group), sent))
+            work = dist.isend(sent, self._peer_rank, self._stage.group)
+            self._headers_under_way.append((work, sent))
 
     def finish(self) -> None:
         """Wait until all headers have been sent."""
-        for work, _ in self._headers_sent:
+        for work, _ in self._headers_under_way:
             # ``isend`` returns None on a rank outside of the group.
             if work is not None:
                 work.wait()
-        self._headers_sent.clear()
+        self._headers_under_way.clear()
 
+    # ------------------------------------------------------------------ receives
 
-class Receiver:
-    """The receiver of a stage's inputs, or of the gradients of its outputs.
-
-    Args:
-        stage: The ``PipelineStage`` that receives.
-        source: The number of the stage that sends, from 0.
-        varying: Whether each microbatch is sent with its own header.
-    """
-
-    def __init__(self, stage: Any, source: int, varying: bool) -> None:
-        self._stage = stage
-        self._source = source
-        self._varying = varying
-        self._header: bytes | None = None
-        self._arriving: dict[int, tuple[bytes, list[Tensor]]] = {}
-        self._local: dict[int, Arrived] = {}
-
-    def start(self, micro: int) -> list[dist.P2POp]:
+    def receive(self, micro: int) -> list[dist.P2POp]:
         """Wait for the header if one is sent, and return the receives of the tensors."""
         # Sender and receiver decide alike: a header with the first microbatch, or with each.
-        header = self._header
+        header = self._received_header
         if header is None or self._varying:
             header = self._receive_header()
-            self._header = header
+            self._received_header = header
         memory = [
-            torch.empty(
-                layout.elements * layout.dtype.itemsize,
-                dtype=torch.uint8,
-                device=self._stage.device,
-            )
+            self._empty(layout.elements * layout.dtype.itemsize, torch.uint8)
             for layout in layouts_of(header)
         ]
         # By microbatch: torch starts the receives of several microbatches before the first is used.
         self._arriving[micro] = header, memory
-        return _operations(
-            dist.irecv, [part for part in memory if len(part)], self._stage, self._source
-        )
+        return self._operations(dist.irecv, [part for part in memory if len(part)])
 
     def put(self, micro: int, packed: Packed) -> None:
         """Store the detached value of a neighbouring stage on this rank, which sends nothing."""
-        self._local[micro] = Arrived(packed.header, [tensor.detach() for tensor in packed.tensors])
+        self._local[micro] = Packed(packed.header, tuple(map(Tensor.detach, packed.tensors)))
 
-    def take(self, micro: int) -> Arrived:
-        """Return the header and the tensors of a microbatch that was stored or received."""
+    def take(self, micro: int) -> Packed:
+        """Return the value of a microbatch that was stored or received."""
         if micro in self._local:
             return self._local.pop(micro)
         header, memory = self._arriving.pop(micro)
         pairs = zip(layouts_of(header), memory, strict=True)
-        return Arrived(header, [layout.tensor_of(part) for layout, part in pairs])
+        return Packed(header, tuple(layout.tensor_of(part) for layout, part in pairs))
 
     def _receive_header(self) -> bytes:
-        stage = self._stage
-        source = stage._resolve_peer_global_rank(self._source)
         # Its length first: a receive needs memory of the right size.
-        length = torch.empty(1, dtype=torch.int64, device=stage.device)
-        dist.recv(length, source, stage.group)
-        content = torch.empty(int(length), dtype=torch.uint8, device=stage.device)
-        dist.recv(content, source, stage.group)
+        length = self._empty(1, torch.int64)
+        dist.recv(length, self._peer_rank, self._stage.group)
+        content = self._empty(int(length), torch.uint8)
+        dist.recv(content, self._peer_rank, self._stage.group)
         return content.cpu().numpy().tobytes()
 
+    # ------------------------------------------------------------------ both
 
-def _operations(op: Any, memory: list[Tensor], stage: Any, peer: int) -> list[dist.P2POp]:
-    rank = stage._resolve_peer_global_rank(peer)
-    return [dist.P2POp(op, part, rank, stage.group) for part in memory]
+    @property
+    def _peer_rank(self) -> int:
+        rank: int = self._stage._resolve_peer_global_rank(self._peer)
+        return rank
+
+    def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=self._stage.device)
+
+    def _operations(self, op: Any, memory: list[Tensor]) -> list[dist.P2POp]:
+        return [dist.P2POp(op, part, self._peer_rank, self._stage.group) for part in memory]
 
 
 def _described(header: bytes) -> str:
-    return ", ".join(_of_tensor(layout) for layout in layouts_of(header)) or "without a tensor"
-
-
-def _of_tensor(layout: TensorLayout) -> str:
-    size = list(layout.size)
-    stride = list(layout.stride)
-    grad = ", requires_grad" if layout.requires_grad else ""
-    return f"{str(layout.dtype).removeprefix('torch.')} {size} with strides {stride}{grad}"
+    return ", ".join(map(str, layouts_of(header))) or "without a tensor"

@@ -7,13 +7,15 @@ methods and rules from release to release. Therefore the version is checked on i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+
+from swpipe.plans.pipeline_parallel import PipelineSchedule
 
 TESTED = ("2.13", "2.14", "2.15")
 """The releases of torch with which swpipe is tested."""
@@ -42,59 +44,50 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives  # noqa: E402
 from torch.distributed.pipelining import PipelineStage, schedules  # noqa: E402
 from torch.nn.parallel import distributed  # noqa: E402
 
-TorchAction: Any = schedules._Action
 TorchRuntime: Any = schedules._PipelineScheduleRuntime
 Stage: Any = PipelineStage
 
-OPS: Any = {
-    "F": schedules.FORWARD,
-    "I": schedules.BACKWARD_INPUT,
-    "W": schedules.BACKWARD_WEIGHT,
-    "B": schedules.FULL_BACKWARD,
-}
-"""Torch's op for each op of swpipe."""
-
-COMMUNICATION: Any = {
-    op.value: op
-    for op in (
-        schedules.UNSHARD,
-        schedules.RESHARD,
-        schedules.REDUCE_GRAD,
-        schedules.SEND_F,
-        schedules.RECV_F,
-        schedules.SEND_B,
-        schedules.RECV_B,
-    )
-}
-"""Torch's op for each communication of swpipe."""
-
-BACKWARD: Any = (OPS["I"], OPS["W"], OPS["B"], schedules.REDUCE_GRAD)
-"""The ops that do nothing in an evaluation."""
-
+REDUCE_GRAD: Any = schedules.REDUCE_GRAD
 OVERLAP: Any = schedules.OVERLAP_F_B
 
+BACKWARD: Any = (
+    schedules.BACKWARD_INPUT,
+    schedules.BACKWARD_WEIGHT,
+    schedules.FULL_BACKWARD,
+    schedules.REDUCE_GRAD,
+)
+"""The ops that do nothing in an evaluation."""
 
-def lower(runtime: Any, rows: dict[int, list[Any]], placement: Sequence[int]) -> None:
+
+def lower(runtime: Any, schedule: PipelineSchedule) -> None:
     """Set the rows that a runtime runs, after adding the kinds of communication that they lack.
 
     Args:
         runtime: The torch runtime, which is changed.
-        rows: The actions of each rank, by rank, from 0.
-        placement: The rank of each stage.
+        schedule: The schedule of all ranks.
     """
     # Torch's ``_prepare_schedule_with_comms`` (2.13 to 2.15) takes rows with all communication, or
-    # with none. These are its steps, each of which runs only if its kind is missing.
-    passes = {rank: [entry for entry in row if entry.is_compute_op] for rank, row in rows.items()}
-    runtime._validate_and_set_stage_mapping(passes)
+    # with none. These are its steps; collectives are added only if their kind is missing.
+    rows = _of_torch(schedule)
+    runtime._validate_and_set_stage_mapping(_of_torch(schedule.passes))
     ops = {entry.computation_type for row in rows.values() for entry in row}
     if schedules.UNSHARD not in ops:
         rows = {rank: schedules._add_unshard_reshard(row) for rank, row in rows.items()}
-    if schedules.REDUCE_GRAD not in ops:
-        n_micro = runtime._n_microbatches
+    if REDUCE_GRAD not in ops:
+        n_micro = schedule.n_micro
         rows = {rank: schedules._add_reduce_grad(row, n_micro) for rank, row in rows.items()}
-    if ops.isdisjoint((schedules.SEND_F, schedules.SEND_B)):
-        rows = schedules._add_send_recv(rows, placement.__getitem__, len(placement))
-    runtime.pipeline_order_with_comms = rows
+    placement = schedule.placement
+    runtime.pipeline_order_with_comms = schedules._add_send_recv(
+        rows, placement.__getitem__, len(placement)
+    )
+
+
+def _of_torch(schedule: PipelineSchedule) -> dict[int, list[Any]]:
+    """Return torch's actions by rank: the texts of entries are the same in swpipe and in torch."""
+    return {
+        rank: [schedules._Action.from_str(str(entry)) for entry in row]
+        for rank, row in enumerate(schedule.rows)
+    }
 
 
 find_tensors: Any = distributed._find_tensors

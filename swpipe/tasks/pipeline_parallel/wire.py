@@ -35,8 +35,6 @@ class TensorLayout(NamedTuple):
         dtype: The type of the elements.
         requires_grad: Whether the tensor requires a gradient.
         device: The type of the tensor's device.
-        is_conj: Whether the memory holds the conjugates of the elements.
-        is_neg: Whether the memory holds the negatives of the elements.
     """
 
     size: tuple[int, ...]
@@ -44,8 +42,11 @@ class TensorLayout(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
     device: str
-    is_conj: bool
-    is_neg: bool
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        grad = ", requires_grad" if self.requires_grad else ""
+        return f"{dtype} {list(self.size)} with strides {list(self.stride)}{grad}"
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorLayout:
@@ -67,8 +68,6 @@ class TensorLayout(NamedTuple):
             tensor.dtype,
             tensor.requires_grad,
             tensor.device.type,
-            tensor.is_conj(),
-            tensor.is_neg(),
         )
 
     @property
@@ -93,7 +92,7 @@ class TensorLayout(NamedTuple):
 
     def memory_of(self, tensor: Tensor) -> Tensor:
         """Return the bytes to send of a tensor of this layout, of shape (elements * itemsize,)."""
-        tensor = self._as_in_memory(tensor.detach())
+        tensor = tensor.detach()
         if self._span <= self._distinct:
             # No gaps: the memory is sent as it is, without a copy.
             flat = tensor.as_strided((self._span,), (1,))
@@ -111,14 +110,7 @@ class TensorLayout(NamedTuple):
             base = flat.view(self._base)
             flat = flat.new_empty(self._span)
             flat.as_strided(self._base, self.stride).copy_(base)
-        return self._as_in_memory(flat.as_strided(self.size, self.stride)).detach()
-
-    def _as_in_memory(self, tensor: Tensor) -> Tensor:
-        """Undo the lazy conjugation and negation of a tensor, or apply them to its memory."""
-        # Both are their own inverses, so that sender and receiver call the same method.
-        # ``torch._neg_view`` is private; torch has no public function for it (2.13 to 2.15).
-        tensor = tensor.conj() if self.is_conj else tensor
-        return torch._neg_view(tensor) if self.is_neg else tensor
+        return flat.as_strided(self.size, self.stride).detach()
 
 
 class Packed(NamedTuple):
@@ -176,7 +168,8 @@ def pack(value: Any) -> Packed:
             f"a {type(value).__name__} cannot be handed on, since it cannot be pickled ({error}): "
             "give the next stage tensors, tuples, dicts, dataclasses of a module, numbers, or None"
         ) from error
-    tensors = tuple(pickler.tensors.values())
+    # The memory of a lazily conjugated or negated tensor has other elements than the tensor.
+    tensors = tuple(tensor.resolve_conj().resolve_neg() for tensor in pickler.tensors.values())
     header = pickle.dumps((text.getvalue(), tuple(map(TensorLayout.of, tensors))))
     return Packed(header, tensors)
 

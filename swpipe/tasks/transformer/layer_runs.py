@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,9 +36,6 @@ from swpipe.distributed import differences, gather, name_ranks, plan_facts
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.transformer import LayerStep, Steps, Streams, paired_plan
 from swpipe.tasks.transformer.schedule_node import as_leaf, get_comm_stream, get_comp_stream
-
-MOST_PIPELINES = 32
-"""The most pipelines that a thread keeps, one for each combination of kinds of layers."""
 
 _WAYS_OUT = (
     "and would wait for each other's exchanges for ever. Build and run the same layers on all of "
@@ -100,10 +96,14 @@ def run_steps(
 
 
 class _Pipelines(threading.local):
-    """The pipelines of each thread: a pipeline runs one call at a time."""
+    """The pipelines of each thread: a pipeline runs one call at a time.
+
+    There is one for each combination of kinds of layers that the thread has run, about as many as
+    there are pairs of chunks on the rank.
+    """
 
     def __init__(self) -> None:
-        self._made: OrderedDict[Any, SWPipeline[PairContext]] = OrderedDict()
+        self._made: dict[Any, SWPipeline[PairContext]] = {}
 
     def of(self, order: Steps, device: Device) -> SWPipeline[PairContext]:
         """Return the pipeline that runs an order; the first call for an order makes it."""
@@ -122,10 +122,6 @@ class _Pipelines(threading.local):
                 check_effects=False,
                 stall_timeout_s=None,  # the only thread waits for collectives, which time out
             )
-            # The pipeline that was used least recently is first, and is closed.
-            while len(self._made) > MOST_PIPELINES:
-                self._made.popitem(last=False)[1].close()
-        self._made.move_to_end(key)
         return self._made[key]
 
 

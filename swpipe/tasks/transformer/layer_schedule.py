@@ -15,7 +15,7 @@ the gradients of these values to those of its outputs. Source: seed "model_chunk
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,8 +90,6 @@ class TransformerLayerNode(ScheduleNode):
         chunk_state: The values that the layers of a chunk share; any object.
         submodule: Called with the node and its inputs.
         name: The node's name in messages.
-        bwd_dw_callables: One or several functions that ``backward_dw`` calls after it has computed
-            the delayed weight gradients.
         extra_args: Copied. If ``"delay_wgrad_compute"`` is true, backward delays the weight
             gradients of ``swpipe.tasks.transformer.Linear`` maps until ``backward_dw``.
     """
@@ -104,14 +102,11 @@ class TransformerLayerNode(ScheduleNode):
         chunk_state: Any,
         submodule: Submodule,
         name: str = "default",
-        bwd_dw_callables: Callable[[], object] | Iterable[Callable[[], object]] | None = None,
         extra_args: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(submodule, stream, event, name=name)
         self.layer_state = layer_state
         self.chunk_state = chunk_state
-        callables = (bwd_dw_callables,) if callable(bwd_dw_callables) else bwd_dw_callables
-        self.bwd_dw_callables = tuple(callables or ())
         self.extra_args = dict(extra_args or {})
         self.delay_wgrad_compute = bool(self.extra_args.get("delay_wgrad_compute"))
         self._notes: Notes = []
@@ -131,23 +126,18 @@ class TransformerLayerNode(ScheduleNode):
         self._notes = []
         for note in notes:
             note.compute()
-        for function in self.bwd_dw_callables:
-            function()
 
-    def default_backward_func(
-        self, outputs: Sequence[Any], output_grad: Sequence[Any]
-    ) -> Sequence[Any]:
+    def _run_autograd(self, outputs: Sequence[Any], grads: Sequence[Any]) -> None:
         """Run autograd's backward from the outputs and from the values detached for other nodes."""
         detached = self._detached
         self._detached = []
         # The nodes that use the leaves come later in forward, so their backwards have run by now.
-        grads = [leaf.grad for _, leaf in detached]
+        of_leaves = [leaf.grad for _, leaf in detached]
         # Another node may have allocated them on the other stream.
-        for grad in grads:
+        for grad in of_leaves:
             used_here(grad)
         roots = (*outputs, *(tensor for tensor, _ in detached))
-        super().default_backward_func(roots, (*output_grad, *grads))
-        return output_grad
+        super()._run_autograd(roots, (*grads, *of_leaves))
 
     def release(self) -> None:
         super().release()
@@ -325,29 +315,22 @@ class TransformerLayerSchedulePlan:
         shared = (event, self.layer_state, chunk_state)
         # ``kind`` has merged the argument and the config.
         late = {**(extra_args or {}), "delay_wgrad_compute": self.kind.delayed}
-        # An exchange computes no linear map, so it has no weight gradient to delay.
-        at_once = {**late, "delay_wgrad_compute": False}
-
-        def node(name: str, function: Submodule, of: Any, extra: Mapping[str, Any]) -> Any:
-            bound = partial(function, of)
-            return TransformerLayerNode(comp_stream, *shared, bound, name, extra_args=extra)
-
-        def exchange(name: str, to_experts: bool, function: Submodule) -> Any:
-            return ExchangeNode(
-                to_experts, comm_stream, *shared, function, name, extra_args=at_once
-            )
-
+        computing = partial(TransformerLayerNode, comp_stream, *shared, extra_args=late)
         noop: Any = NoopScheduleNode()
         self.post_attn = noop  # Megatron's older name for the router, which ``attn`` contains here
-        self.attn = node("attn", _attend, layer, late)
+        self.attn = computing(partial(_attend, layer), "attn")
         # A dense layer keeps these: callers may run all five nodes of any layer.
         self.moe_dispatch = noop
         self.moe_combine = noop
         self.mtp_post_process = noop
-        self.mlp = node("mlp", _experts if self.kind.moe else _feed_forward, decoder, late)
+        feed_forward = _experts if self.kind.moe else _feed_forward
+        self.mlp = computing(partial(feed_forward, decoder), "mlp")
         if self.kind.moe:
-            self.moe_dispatch = exchange("moe_dispatch", True, lambda node, rows: rows)
-            self.moe_combine = exchange("moe_combine", False, partial(_merge, decoder))
+            # An exchange computes no linear map, so it has no weight gradient to delay.
+            to_experts = (comm_stream, *shared, lambda node, rows: rows, "moe_dispatch")
+            back = (comm_stream, *shared, partial(_merge, decoder), "moe_combine")
+            self.moe_dispatch = ExchangeNode(True, *to_experts)
+            self.moe_combine = ExchangeNode(False, *back)
         if predicts(layer):
             self.mtp_post_process = PostProcessNode(
                 chunk_state.model, chunk_state, event, comp_stream, cast(PredictionLayer, layer)

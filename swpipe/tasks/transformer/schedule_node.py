@@ -23,8 +23,6 @@ from swpipe.device import Device, resolve
 Values: TypeAlias = Any
 """A tensor, or a tuple of tensors and other values."""
 
-BackwardFunc: TypeAlias = Callable[[tuple[Any, ...], tuple[Any, ...]], object]
-
 LayerStream: TypeAlias = torch.Stream | Callable[[], torch.Stream | None] | None
 """A stream, a function that returns one, or None for the caller's current stream."""
 
@@ -69,9 +67,6 @@ class ScheduleNode:
         stream: A stream, a function that returns one, or None for the current one.
         event: The stream waits for it before each piece of work, and records it after. Nodes that
             share an event run one after the other, on any streams. None for no such order.
-        backward_func: Called with outputs and their gradients instead of autograd's backward.
-        free_input: Release the memory of the inputs after forward. Neither backward nor other code
-            may use them.
         name: The node's name in messages.
     """
 
@@ -80,36 +75,14 @@ class ScheduleNode:
         forward_func: Callable[..., Values],
         stream: LayerStream,
         event: Any,
-        backward_func: BackwardFunc | None = None,
-        free_input: bool = False,
         name: str = "schedule_node",
     ) -> None:
         self.forward_func = forward_func
         self.stream = stream
         self.event = event
-        self.backward_func = backward_func
-        self.free_input = free_input
         self.name = name
         self._inputs: tuple[Any, ...] = ()
         self._outputs: tuple[Any, ...] | None = None
-
-    @property
-    def inputs(self) -> tuple[Any, ...] | None:
-        """The detached inputs if a forward has run whose backward has not; None otherwise."""
-        return None if self._outputs is None else self._inputs
-
-    @property
-    def output(self) -> Values:
-        """The result of the last forward, a value or a tuple; None after its backward."""
-        return None if self._outputs is None else _single(self._outputs)
-
-    def get_output(self) -> Values:
-        """Return ``output``."""
-        return self.output
-
-    def get_grad(self) -> Values:
-        """Return the present gradients of ``inputs``, in the form that ``backward`` returns."""
-        return _single([leaf.grad if isinstance(leaf, Tensor) else None for leaf in self._inputs])
 
     def forward(self, inputs: Values = ()) -> Values:
         """Run the function on the detached inputs, a tensor or a tuple, and return its result.
@@ -142,17 +115,11 @@ class ScheduleNode:
     def run_forward(self, inputs: Values = ()) -> Values:
         """Run ``forward`` on the current stream."""
         self._refuse_again()
-        given = _tuple_of(inputs)
         # The leaves cut the graph here, so that this node's backward can run on its own.
-        leaves = tuple(map(as_leaf, given))
+        leaves = tuple(map(as_leaf, _tuple_of(inputs)))
         outputs = self._compute(*leaves)
         self._inputs = leaves
         self._outputs = _tuple_of(outputs)
-        # The storage is emptied, not the tensor: the previous node's outputs share it.
-        if self.free_input:
-            for tensor in given:
-                if isinstance(tensor, Tensor):
-                    tensor.untyped_storage().resize_(0)
         return outputs
 
     def run_backward(self, output_grad: Values) -> Values:
@@ -173,31 +140,27 @@ class ScheduleNode:
         for grad in grads:
             used_here(grad)
         self._outputs = None
-        # Looked up here: a bound method kept on the node would be a cycle of references, and the
-        # node's tensors would live until a garbage collection.
         try:
-            (self.backward_func or self.default_backward_func)(outputs, grads)
+            self._run_autograd(outputs, grads)
             # Before ``finally`` drops the leaves.
-            return self.get_grad()
+            of_inputs = [leaf.grad if isinstance(leaf, Tensor) else None for leaf in self._inputs]
+            return of_inputs[0] if len(of_inputs) == 1 else tuple(of_inputs)
         finally:
             self._inputs = ()
 
     def run_backward_dw(self) -> None:
         """Run ``backward_dw`` on the current stream."""
 
-    def default_backward_func(
-        self, outputs: Sequence[Any], output_grad: Sequence[Any]
-    ) -> Sequence[Any]:
-        """Run autograd's backward from the outputs with a gradient; return the gradients."""
+    def _run_autograd(self, outputs: Sequence[Any], grads: Sequence[Any]) -> None:
+        """Run autograd's backward from the outputs with a gradient."""
         # Autograd rejects roots that need no gradient; an output without one contributes nothing.
         roots = [
             (output, grad)
-            for output, grad in zip(outputs, output_grad, strict=True)
+            for output, grad in zip(outputs, grads, strict=True)
             if grad is not None and isinstance(output, Tensor) and output.requires_grad
         ]
         if roots:
             torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
-        return output_grad
 
     def release(self) -> None:
         """Drop inputs and outputs without a backward."""
@@ -262,10 +225,6 @@ def used_here(value: Values) -> None:
     """Keep a tensor's memory until the current stream has done its work."""
     if isinstance(value, Tensor) and (device := resolve(value.device)).has_streams:
         device.hold([value], [device.current_stream()])
-
-
-def _single(values: Sequence[Any]) -> Values:
-    return values[0] if len(values) == 1 else tuple(values)
 
 
 def _tuple_of(values: Values) -> tuple[Any, ...]:
