@@ -77,7 +77,7 @@ def shown_state(
     # A declared capture is assumed to hold the handed-on tensors.
     if handed_on and not any(io.capture for task in tasks for io in task.io):
         warnings.warn(
-            f"a trial does not put back what tasks make in one iteration for the next: "
+            f"a trial does not restore what a task makes in one iteration for the next: "
             f"{listed(handed_on)}. Pass the object that holds it in state=[...], if it has "
             "state_dict and load_state_dict, or give the task DeclaredIO(capture=..., restore=...)",
             RuntimeWarning,

@@ -179,8 +179,9 @@ def ahead(
             )
     if type(workers) is not int or workers < 1 or (workers > 1 and not functions):
         raise ValueError(
-            f"workers is {shown(workers)}: give how many threads the functions have, 1 or more, "
-            "and functions; what the loader does itself has DataLoader(num_workers=)"
+            f"workers is {shown(workers)}: give the number of threads for the functions, 1 or "
+            "more, and at least one function; for work of the loader itself, use "
+            "DataLoader(num_workers=)"
         )
     where = resolve(device)
     tasks = function_tasks(functions)

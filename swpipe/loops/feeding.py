@@ -209,15 +209,15 @@ class Feed(Iterator[FeedBatch]):
             raise self._error
         if len(self.lost) == len(self._workers):
             raise RuntimeError(
-                f"all workers are gone: {self.lost}. No worker is left to make these samples: "
-                "begin the feed again with new ones"
+                f"all workers have ended: {self.lost}. No worker is left to make these samples: "
+                "start the feed again with new workers"
             )
         self._warn_of_lost()
         if not self._changed.wait(self._timeout_s):
             asked = ", ".join(f"{name} for sample {i}" for name, i in self._asked.items())
             raise RuntimeError(
-                f"no sample came in {self._timeout_s} s; asked: {asked or 'nobody'}. If a sample "
-                "may take longer, give a larger timeout_s"
+                f"no sample came within {self._timeout_s} s. Workers that were asked: "
+                f"{asked or 'none'}. If a sample may take longer, give a larger timeout_s"
             )
 
     def _warn_of_lost(self) -> None:

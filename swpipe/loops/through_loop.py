@@ -282,7 +282,8 @@ def _threads(
     unused = not ahead and given is not workers and workers != 1
     if wrong or unused or any(function not in others for function in given):
         raise ValueError(
-            f"workers is {shown(workers)}: give how many threads the functions before the caller's "
-            "have, 1 or more; or a mapping from functions that are not on_caller() to their threads"
+            f"workers is {shown(workers)}: give the number of threads of the functions before "
+            "the caller's, 1 or more, or a mapping from functions that are not on_caller() to "
+            "their threads"
         )
     return [given.get(function, 1) for function in functions]

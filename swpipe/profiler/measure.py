@@ -259,7 +259,7 @@ class Pulls:
             # Now the length of a pass is known, also for a loader without ``__len__``.
             self.length = self._taken
         raise ValueError(
-            "the loader has no batch, or has ended and cannot be begun again: give a DataLoader "
+            "the loader has no batch, or has ended and cannot be restarted: give a DataLoader "
             "or another object that makes a new iterator"
         )
 

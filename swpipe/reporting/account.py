@@ -331,7 +331,7 @@ def _bound(
     most = ranked[0]
     if shares[most] < MOST:
         spent = ", ".join(f"{cause} {shares[cause]:.0%}" for cause in ranked if shares[cause])
-        return "balanced", f"No one thing takes half of the step: {spent}."
+        return "balanced", f"No single cause takes half of the step: {spent}."
     # Within a cause, the longest parts come first.
     tasks = [p.task for p in parts if p.cause == most]
     long = [p.task for p in parts if p.cause == most and p.share >= WORTH]

@@ -552,7 +552,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: THROUGH([1], abs, ahead=-1), ValueError, "ahead is -1: give 2 or more with functions"),
     (lambda: THROUGH([1], on_caller(abs), ahead=0), ValueError, "ahead is 0: give 1 or more$"),
     (lambda: THROUGH([1], on_caller(abs), ahead=True), ValueError, "ahead is True: give 1"),
-    (lambda: THROUGH([1], abs, workers=0), ValueError, "workers is 0: give how many threads"),
+    (lambda: THROUGH([1], abs, workers=0), ValueError, "workers is 0: give the number of threads"),
     (lambda: THROUGH([1], on_caller(abs), workers=2), ValueError, "workers is 2"),
     (lambda: THROUGH([1], on_caller(abs), workers={abs: 2}), ValueError, "not on_caller"),
     (lambda: THROUGH(3, on_caller(abs)), TypeError, "the loader is 3: give an iterable"),

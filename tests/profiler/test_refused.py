@@ -49,7 +49,7 @@ def closed(call: Call, pipe: SWPipeline) -> None:
 
 RUN = r"iterations are in flight \(1\).*drain\(\)"
 SHORTCUT = r"'read' is shortcut.*disable_shortcut\('read'\)"
-ENDED = "has ended and cannot be begun again"
+ENDED = "has ended and cannot be restarted"
 
 REFUSED: list[tuple[Call, type[Exception], str]] = [
     (profile(num_warmup=-1), ValueError, "num_warmup is -1: give a whole number, 0 or more"),

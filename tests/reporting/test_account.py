@@ -57,7 +57,7 @@ def test_where_no_one_thing_takes_half_the_step_is_balanced() -> None:
     found = verdict(read=0.4, exchange=0.2, train=0.4, blocked_s={"exchange": 0.2})
     assert found.bound == "balanced"
     assert found.why == (
-        "No one thing takes half of the step: input 40%, compute 40%, collective 20%."
+        "No single cause takes half of the step: input 40%, compute 40%, collective 20%."
     )
 
 

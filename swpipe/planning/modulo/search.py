@@ -101,7 +101,7 @@ class Search:
         schedule = first_schedule(self.graph, 1, depth)
         serial_plan = None if schedule is None else self.simulated(schedule, depth)
         if serial_plan is None:
-            raise InternalError("the least stages do not say what same_period_deps ask for")
+            raise InternalError("the smallest stages do not satisfy same_period_deps")
         return serial_plan
 
     def simulated(self, schedule: ModuloSchedule, depth: int) -> FoundPlan | None:

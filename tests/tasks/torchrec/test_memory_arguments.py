@@ -246,11 +246,11 @@ def _read(argument: str, job: Job) -> str:
 def test_a_model_that_reads_what_went_is_told(two_ranks: Ranks) -> None:
     """Instead of reading memory that is not there. What is not sent itself stays."""
     early = two_ranks.run(_read, "free_features_storage_early", Job())
-    assert all("reads ids of the batch whose memory went" in said for said in early)
+    assert all("reads ids of the batch whose memory was freed" in said for said in early)
     sent = two_ranks.run(_read, "clear_data_dist_inputs", Job())
     assert sent == ["it trains"] * 2  # a permuted copy was sent
     as_they_are = two_ranks.run(_read, "clear_data_dist_inputs", Job("in_order"))
-    assert all("reads ids of the batch whose memory went" in said for said in as_they_are)
+    assert all("reads ids of the batch whose memory was freed" in said for said in as_they_are)
     stays = two_ranks.run(_read, "clear_data_dist_inputs", Job("in_order", pooled=False))
     assert stays == ["it trains"] * 2  # the module's context has them
 

@@ -53,7 +53,7 @@ def test_what_went_has_shape_type_and_device_and_no_memory() -> None:
     assert type(gone.detach()) is type(copy.deepcopy(gone)) is Released
     assert repr(gone) == "Released((2, 3), torch.int64)"
     for read in (lambda: gone + 1, lambda: gone[0], lambda: torch.equal(gone, gone)):
-        with pytest.raises(RewriteError, match="whose memory went when they had been exchanged"):
+        with pytest.raises(RewriteError, match="whose memory was freed after the exchange"):
             read()
 
 

@@ -113,7 +113,7 @@ class Released(Tensor):
         if func in _HARMLESS:
             return cls(args[0])
         raise RewriteError(
-            f"{func} reads ids of the batch whose memory went when they had been exchanged: pass "
+            f"{func} reads ids of the batch whose memory was freed after the exchange: pass "
             "them to their sharded module and to nothing else, keep what else you need of them in "
             "another attribute of the batch, or leave out free_features_storage_early and "
             "clear_data_dist_inputs"
