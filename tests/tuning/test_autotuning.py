@@ -206,7 +206,8 @@ def test_threads_get_one_more_iteration_in_flight(monkeypatch: pytest.MonkeyPatc
     """Within the limit, and with a reason; one thread needs none."""
     fake_trial(monkeypatch)
     tuned = autotune(TASKS, BATCHES, device="cpu")
-    assert tuned.plan.depth == 3
+    # Two workers read, for which three iterations in flight are needed.
+    assert (tuned.plan.most_workers, tuned.plan.depth) == (2, 4)
     assert any("evens out" in sentence for sentence in tuned.why)
     limited = autotune(TASKS, BATCHES, device="cpu", limits=Limits(in_flight=2))
     assert limited.plan.depth == 2
@@ -217,23 +218,25 @@ def test_threads_get_one_more_iteration_in_flight(monkeypatch: pytest.MonkeyPatc
 def test_a_limit_to_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """By planned and ready-made plans; neither depth nor a thread is added beyond it."""
     fake_trial(monkeypatch, prefetch=6.0)
-    free = autotune(TASKS, BATCHES, device="cpu", ready_made={"prefetch": PREFETCH})
+    one = Limits(workers=1)
+    free = autotune(TASKS, BATCHES, device="cpu", limits=one, ready_made={"prefetch": PREFETCH})
     assert free.plan == PREFETCH  # it is as fast as the planned ones
-    held = {one.name: peak(one.plan, free.costs) for one in free.candidates}
+    held = {each.name: peak(each.plan, free.costs) for each in free.candidates}
     assert held["serial"] < held["prefetch"]
-    limits = Limits(max_bytes=held["serial"])
+    limits = replace(one, max_bytes=held["serial"])
     limited = autotune(
         TASKS, BATCHES, device="cpu", ready_made={"prefetch": PREFETCH}, limits=limits
     )
     reason = "it holds more than max_bytes"
     assert f"The ready-made plan prefetch was not tried: {reason}." in limited.why
     assert limited.plan.depth == 1
-    assert {peak(one.plan, limited.costs) for one in limited.candidates} == {held["serial"]}
+    assert {peak(each.plan, limited.costs) for each in limited.candidates} == {held["serial"]}
     planned = free.candidates[-1].plan
     assert planned.depth == 3
     two = peak(replace(planned, pipeline_depth=2), free.costs)
     assert held["serial"] < two < held[PLANNED]
-    assert autotune(TASKS, BATCHES, device="cpu", limits=Limits(max_bytes=two)).plan.depth == 2
+    limits = replace(one, max_bytes=two)
+    assert autotune(TASKS, BATCHES, device="cpu", limits=limits).plan.depth == 2
 
 
 def peak(plan: PipelinePlan, costs: CostModel) -> int:
