@@ -144,6 +144,15 @@ class ScheduleGraph:
         """The consumers of each task, with the distances of the dependences."""
         return _arcs(self.size, [(p, c, d) for c, p, d in self.deps])
 
+    @cached_property
+    def sharing(self) -> tuple[frozenset[int], ...]:
+        """For each task, the tasks that reserve one of its resources."""
+        users = [{operation % len(self.names) for operation in uses} for uses in self.uses.values()]
+        return tuple(
+            frozenset[int]().union(*(tasks for tasks in users if v in tasks)) - {v}
+            for v in range(self.size)
+        )
+
 
 def _arcs(size: int, deps: Iterable[tuple[int, int, int]]) -> Arcs:
     arcs: list[list[tuple[int, int]]] = [[] for _ in range(size)]

@@ -64,7 +64,7 @@ def test_a_planned_order_trains_the_same_numbers(more: dict[str, Any]) -> None:
         device_us = 100.0 if step.layer is None or step.part == "wait" else 1000.0
         costs[step.name] = TaskCost(host_us=20.0, device_us=device_us)
     model_costs = CostModel(costs)
-    choice = auto_plan(plan, model_costs, limits=Limits(in_flight=2, groups=1), effort=0.3)
+    choice = auto_plan(plan, model_costs, limits=Limits(in_flight=2, groups=1), effort=0.1)
     assert simulate(choice.plan, model_costs).ii_us == pytest.approx(choice.ii_us)
     by_hand = simulate(plan, model_costs).ii_us
     assert choice.ii_us <= by_hand < sum(cost.total_us for cost in costs.values())
