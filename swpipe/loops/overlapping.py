@@ -373,8 +373,9 @@ def loop_over(
     if workers != 1 and not leading:
         why = (*why, f"workers={shown(workers)} are not used: no task runs ahead.")
     plan = _plan(leading, behind, loader, workers, ahead=ahead)
-    depth = depth or plan.pipeline_depth
-    plan = replace(plan, keep=keep, pipeline_depth=depth, run_ahead=run_ahead)
+    if (keep, depth, run_ahead) != (None, None, None):
+        depth = depth or plan.pipeline_depth
+        plan = replace(plan, keep=keep, pipeline_depth=depth, run_ahead=run_ahead)
     functions = AheadTasks(given, len(leading), pulled_ahead=ahead, workers=workers)
     tasks = functions.tasks
     if handed is not None:
