@@ -10,7 +10,6 @@ heuristic", 2017).
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
@@ -52,9 +51,6 @@ _PATTERN_PASSES = 3_000_000
 
 _SWAPPED = 12
 """The number of best starts in which patterns are swapped."""
-
-_PATIENCE = 2000
-"""The number of moves without improvement after which the search leaves its neighbourhood."""
 
 _HISTORY = 50
 """The age in moves of the order with which late acceptance compares a new order."""
@@ -220,7 +216,6 @@ class LocalSearch:
         # The energies of the last orders, at first all that of the start.
         self._history = [self._energy] * _HISTORY
         self._moves = 0
-        self._idle_moves = 0
 
     def _valued(self, order: Order) -> tuple[float, float]:
         """Return the value of an order, and its energy, by which orders are accepted."""
@@ -233,7 +228,6 @@ class LocalSearch:
         # A ring buffer: the entry at this place is _HISTORY moves old.
         place = self._moves % _HISTORY
         self._moves += 1
-        self._idle_moves += 1
         changed = self._drawn()
         if changed is not None:
             value, energy = self._valued(changed)
@@ -243,12 +237,7 @@ class LocalSearch:
                 if value < self.value:
                     self.order = changed
                     self.value = value
-                    self._idle_moves = 0
         self._history[place] = self._energy
-        if self._idle_moves == _PATIENCE:
-            # The next moves are accepted whatever they cost, if the order can run.
-            self._history = [sys.float_info.max] * _HISTORY
-            self._idle_moves = 0
 
     def _drawn(self) -> Order | None:
         """Return the present order with one random entry moved; None if it is invalid or equal."""

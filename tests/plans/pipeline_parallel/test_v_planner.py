@@ -310,8 +310,8 @@ def test_swapped_patterns_make_valid_orders_that_are_no_worse(
         assert figure(report, objective) <= figure(before, objective) * (1 + 1e-9)
 
 
-def test_a_search_that_stands_still_goes_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the searches from all starts end at 471, without swapped patterns."""
+def test_single_passes_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On uneven stages the search reaches the best known order without swapped patterns."""
     monkeypatch.setattr(v_planner, "_PATTERN_PASSES", 0)
     forward = (30, 10, 30, 10)
     costs = PipelineCosts(forward, forward, [0.7 * time for time in forward], 2)
