@@ -21,5 +21,5 @@ def shown_name(task: str) -> str:
 def timeline_chart(trace: Trace) -> str:
     """Return the timeline of the iterations ``Trace.steady(SHOWN)``."""
     # The first and last iterations fill and drain the pipeline, so only steady ones are shown.
-    spans = trace.steady(SHOWN).spans
-    return html_of(Trace(replace(span, task=shown_name(span.task)) for span in spans))
+    named = Trace(replace(span, task=shown_name(span.task)) for span in trace.spans)
+    return html_of(named.steady(SHOWN))
