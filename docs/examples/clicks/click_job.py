@@ -138,4 +138,4 @@ def log_in(folder: Path, rows: int = ROWS) -> Path:
 def loop() -> tuple[list[PipelineTask], list[Lines]]:
     """Return tasks and batches, for ``swpipe report click_job:loop`` and the other commands."""
     torch.set_num_threads(1)  # the feed uses the other core
-    return ClickJob().tasks(), batches_of(log_in(Path("build/clicks")), 2048)
+    return ClickJob().tasks(), batches_of(log_in(Path("build/clicks").absolute()), 2048)
