@@ -35,7 +35,7 @@ class Row(NamedTuple):
 ROWS = (
     Row(14, 200, "95% equal, at most 3% above, median 150 ms, at most 1.5 s"),
     Row(60, 20, "3% above on average, at most 5 s"),
-    Row(200, 10, "20% above on average, at most 15 s"),
+    Row(200, 10, "8% above on average, at most 15 s"),
 )
 
 

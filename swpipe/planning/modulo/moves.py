@@ -2,15 +2,14 @@
 
     order    a  p  x  b        b waits for a, since both want one resource or thread;
                                p comes before b, for b depends on it
-    moves    p  b  a  x        b goes right before a, and takes p along
-             p  x  b  a        a goes right after b, and takes along what depends on it
+    move     p  b  a  x        b goes right before a, and takes p along
 
 Alone, b could not move before p. Every move keeps all dependences: the order stays a topological
 order of the dependences of lag 0, and no lag becomes negative.
 
 Source: E. Balas and A. Vazacopoulos, "Guided local search with shifting bottleneck for job shop
-scheduling" (Management Science 44, 1998), for moves of a task to either end of a row of tasks that
-wait for each other.
+scheduling" (Management Science 44, 1998), for moves of a task to an end of a row of tasks that wait
+for each other.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
-from swpipe.planning.modulo.schedule_graph import Arcs, ScheduleGraph
+from swpipe.planning.modulo.schedule_graph import ScheduleGraph
 
 _TO_THREAD = 0.5
 _TO_STAGE = 0.3
@@ -158,40 +157,31 @@ class MovableSchedule:
         # Only the order of tasks that exclude each other affects the interval.
         for _ in range(_DRAWS):
             other = int(self._draw() * len(self.order))
-            if other != task and self._share(task, other):
+            together = self.thread[task] == self.thread[other]
+            if other != task and (together or other in self._graph.sharing[task]):
                 places = self.order.index(task), self.order.index(other)
-                return self._exchange(min(places), max(places))
+                return self._exchange(*sorted(places))
         return False
-
-    def _share(self, task: int, other: int) -> bool:
-        """Return whether two tasks exclude each other, on a thread or on a resource."""
-        return self.thread[task] == self.thread[other] or other in self._graph.sharing[task]
 
     def _exchange(self, low: int, high: int) -> bool:
         """Exchange the tasks at two places; return False if one depends on the other."""
         between = self.order[low : high + 1]
-        onward = self._draw() < 0.5
-        # The first task goes right after the last, and takes its consumers along.
-        if onward:
-            along = self._along(between, self._graph.producers)
-        else:
-            # The last task goes right before the first, and takes its producers along.
-            along = self._along(between[::-1], self._graph.consumers)
-        if between[-1 if onward else 0] in along:
+        # The last task goes right before the first, and takes its producers along.
+        along = self._with_producers(between[::-1])
+        if between[0] in along:
             return False
         # The sort is stable, so the tasks of each part keep their order.
-        between.sort(key=lambda v: (v in along) == onward)
+        between.sort(key=lambda v: v not in along)
         self.order[low : high + 1] = between
         return True
 
-    def _along(self, tasks: Sequence[int], arcs: Arcs) -> set[int]:
+    def _with_producers(self, tasks: Sequence[int]) -> set[int]:
         """Return the first of the tasks, and those that dependences of lag 0 tie to it."""
         stage = self.stage
         along = {tasks[0]}
-        way = 1 if arcs is self._graph.producers else -1
         for task in tasks[1:]:
-            for other, distance in arcs[task]:
-                if other in along and (stage[task] - stage[other]) * way + distance == 0:
+            for other, distance in self._graph.consumers[task]:
+                if other in along and stage[other] - stage[task] + distance == 0:
                     along.add(task)
                     break
         return along
