@@ -165,7 +165,7 @@ def test_a_tensor_that_each_iteration_makes_anew_is_one_state() -> None:
     def show(ctx: Any) -> None:
         ctx.shown = mean[0] * 1
 
-    with pytest.warns(RuntimeWarning, match=r"make in one iteration for the next: float32 \[1\]"):
+    with pytest.warns(RuntimeWarning, match=r"makes in one iteration for the next: float32 \[1\]"):
         found = recorded(add, show, batch=BATCH)
     (state,) = writes(found, "add")
     assert reads(found, "show") == {state} == {"unnamed memory (float32 [1], first seen in 'add')"}

@@ -86,7 +86,7 @@ class MovableSchedule:
             return self._to_thread(task)
         if kind < to_thread + _TO_STAGE:
             return self._to_stage(task, 1 if self._draw() < 0.5 else -1)
-        return self._past_another(task)
+        return self._past_another(task) or self._place([task])
 
     def _to_thread(self, task: int) -> bool:
         """Move a task to another thread."""
@@ -159,7 +159,7 @@ class MovableSchedule:
             other = int(self._draw() * len(self.order))
             together = self.thread[task] == self.thread[other]
             if other != task and (together or other in self._graph.sharing[task]):
-                places = self.order.index(task), self.order.index(other)
+                places = map(self.order.index, (task, other))
                 return self._exchange(*sorted(places))
         return False
 

@@ -146,10 +146,10 @@ class ScheduleGraph:
 
     @cached_property
     def sharing(self) -> tuple[frozenset[int], ...]:
-        """For each task, the tasks that reserve one of its resources."""
+        """For each task, the tasks that reserve one of its resources, itself included."""
         users = [{operation % len(self.names) for operation in uses} for uses in self.uses.values()]
         return tuple(
-            frozenset[int]().union(*(tasks for tasks in users if v in tasks)) - {v}
+            frozenset[int]().union(*(tasks for tasks in users if v in tasks))
             for v in range(self.size)
         )
 
