@@ -80,11 +80,13 @@ class PassGenerators:
         # The common case, at each pull: the same object as before if nothing was used.
         if names is self.on_host and not self.own:
             return self._of_defaults()
-        states = {
-            name: _state_of(getattr(*self._places[name])) for name in self.own.intersection(names)
-        }
-        if not self.defaults.isdisjoint(names):
-            states |= self._of_defaults()
+        host = self.on_host.intersection(names)
+        # To read one state takes as long as to look for a change in all of them.
+        states = self._of_defaults().copy() if host >= self.defaults else {}
+        for name in host - states.keys():
+            generator = self._generator(name)
+            if generator is not None:
+                states[name] = _state_of(generator)
         # The generators of accelerators are read only if a name asks for one: it takes longer.
         if not self.on_host.issuperset(names):
             states = self._of_devices() | states
