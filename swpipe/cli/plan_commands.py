@@ -197,8 +197,8 @@ def auto(
     check_outputs(context, keep, output)
     opened = Opened(context, workload, device, [plan] if plan else [])
     # The option may be repeated, and each value may list several tasks.
-    groups = tuple(name for text in frozen or () for name in text.split(",") if name)
-    limits = Limits(in_flight=in_flight, groups=threads, frozen=groups, max_bytes=max_bytes)
+    kept = tuple(name for text in frozen or () for name in text.split(",") if name)
+    limits = Limits(in_flight=in_flight, groups=threads, frozen=kept, max_bytes=max_bytes)
     # Without a plan, everything is measured; with a plan, nothing is, so costs must be given.
     if not plan:
         if costs is not None:
