@@ -174,7 +174,7 @@ def auto(
     costs: Costs = None,
     workload: options.Workload = DEFAULT,
     in_flight: Annotated[int, options.count("Iterations in flight at most.", MOST_ITERATIONS)] = 5,
-    threads: Annotated[int, options.count("Thread groups at most.", MOST_ITERATIONS)] = 4,
+    groups: Annotated[int, options.count("Thread groups at most.", MOST_ITERATIONS)] = 4,
     frozen: Annotated[
         list[str] | None,
         typer.Option(metavar="TASK,TASK", help="Stay in the last stage, on the caller's thread."),
@@ -198,7 +198,7 @@ def auto(
     opened = Opened(context, workload, device, [plan] if plan else [])
     # The option may be repeated, and each value may list several tasks.
     kept = tuple(name for text in frozen or () for name in text.split(",") if name)
-    limits = Limits(in_flight=in_flight, groups=threads, frozen=kept, max_bytes=max_bytes)
+    limits = Limits(in_flight=in_flight, groups=groups, frozen=kept, max_bytes=max_bytes)
     # Without a plan, everything is measured; with a plan, nothing is, so costs must be given.
     if not plan:
         if costs is not None:

@@ -73,7 +73,6 @@ class AheadTasks:
 
     Attributes:
         tasks: All tasks, with functions that add these checks.
-        begin: A function of batch and iteration, called before the first task of each iteration.
         drawn: The tasks ahead that draw from a generator of their own: the name of the task and the
             generator, by the generator's id.
 
@@ -87,7 +86,7 @@ class AheadTasks:
     def __init__(
         self, tasks: Sequence[PipelineTask], ahead: int, *, pulled_ahead: bool, workers: int
     ) -> None:
-        self.begin: Callable[[Any, int], None] = lambda batch, iteration: None
+        self._check: Callable[[Any, int], None] = lambda batch, iteration: None
         self.drawn: dict[int, tuple[str, torch.Generator]] = {}
         # Threads share this dictionary without a lock: an entry has one writer at a time, and
         # CPython's operations of dictionaries are atomic.
@@ -95,7 +94,8 @@ class AheadTasks:
         self._body = -1  # the number of the iteration that the body has
         # The states of these generators after the iteration that was handed over last.
         self._after: dict[int, Tensor] = {}
-        self._twice = _TWICE if workers > 1 else 0  # how many iterations are still to be copied
+        self._workers = workers
+        self._twice: range | None = None  # the numbers of the iterations that run twice
         # The copied contexts, and what the tasks have left of them the first time.
         self._again: list[tuple[Any, int]] = []
         self._ahead = tuple(tasks[:ahead])
@@ -103,6 +103,17 @@ class AheadTasks:
         if pulled_ahead:
             behind = self._behind(tasks[ahead])
             self.tasks = (*map(self._before, self._ahead), behind, *tasks[ahead + 1 :])
+
+    def begin(self, check: Callable[[Any, int], None], first: int) -> None:
+        """Begin a pass.
+
+        Args:
+            check: A function of batch and iteration, called before an iteration's first task.
+            first: The number of the next iteration.
+        """
+        self._check = check
+        if self._workers > 1 and self._twice is None:
+            self._twice = range(first, first + _TWICE)
 
     def _before(self, task: PipelineTask) -> PipelineTask:
         """Return a task that runs ahead, with its checks."""
@@ -115,10 +126,10 @@ class AheadTasks:
             iteration = self._iterations.setdefault(number, _Iteration())
             try:
                 if first:
-                    self.begin(ctx.batch, number)
+                    self._check(ctx.batch, number)
                     iteration.given = Contents(ctx.batch)
                     iteration.in_use = self._used_now()
-                    if self._twice:
+                    if self._twice is not None and number in self._twice:
                         iteration.copied = _copied(ctx)
                 # An iteration that has failed keeps its place, but runs no further task.
                 if iteration.failure is None:
@@ -162,7 +173,6 @@ class AheadTasks:
         iteration.in_use = ()
         iteration.returned = returned
         if iteration.copied is not None and iteration.failure is None:
-            self._twice -= 1
             checksum = Contents([*values.values()], _WHOLE).checksum
             self._again.append((iteration.copied, checksum))
         iteration.copied = None
@@ -184,7 +194,7 @@ class AheadTasks:
             if self._ahead:
                 self._hand_over(ctx)
             else:
-                self.begin(ctx.batch, ctx.iter_idx)
+                self._check(ctx.batch, ctx.iter_idx)
             task.fn(ctx)
 
         return replace(task, fn=run)
@@ -224,7 +234,6 @@ class AheadTasks:
         """
         again = self._again
         self._again = []
-        self._twice = 0
         # Workers complete iterations in any order: sort them to name the first one that differs.
         for ctx, checksum in sorted(again, key=lambda run: run[0].iter_idx):
             try:

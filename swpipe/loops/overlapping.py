@@ -157,8 +157,9 @@ class OverlappedLoop(ResumableLoop[C]):
         )
 
     def _begin(self, current: LoaderPass) -> None:
-        self._ahead.begin = current.begin_batch
-        current.begin(self.pipe.next_iteration)
+        first = self.pipe.next_iteration
+        self._ahead.begin(current.begin_batch, first)
+        current.begin(first)
 
     def _make_ready(self, current: LoaderPass) -> None:
         if not self.overlap.loader_ahead:

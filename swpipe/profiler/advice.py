@@ -267,12 +267,12 @@ class _Advisor:
             yield replace(_deeper(plan, 1), pull_group=group)
         if not plan.cross_iter_deps:
             return
-        threads = max(2, min(4, cores()), plan.threads)
+        groups = max(2, min(4, cores()), len(plan.thread_groups))
         may_have = {name: task.most_workers for name, task in self._result.tasks.items()}
         stay: Sequence[str] = ()
         # Plans with one worker per task come first, as they are simpler.
         for workers in sorted({1, *may_have.values()}):
-            limits = Limits(groups=threads, workers=workers, frozen=stay)
+            limits = Limits(groups=groups, workers=workers, frozen=stay)
             try:
                 best = auto_plan(
                     plan,

@@ -84,7 +84,7 @@ def rank_forecast(
         plan,
         costs,
         many,
-        Limits(in_flight=plan.depth + _SLACK, groups=plan.threads + 1),
+        Limits(in_flight=plan.depth + _SLACK, groups=len(plan.thread_groups) + 1),
         streams=streams,
         may_run_ahead=plan.run_ahead is None,
         allowed=allowed,

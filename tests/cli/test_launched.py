@@ -306,14 +306,14 @@ def test_ranks_have_to_be_told_the_same_planning_command(
     told: list[Facts] = []
     monkeypatch.setattr(ranks.Rank, "agree", lambda _, facts: told.append(facts))
     PipelinePlan.serial(["a"]).save(tmp_path / "here.toml")
-    first = refused(capsys, "plan", "auto", tmp_path / "here.toml", "--threads", 2)
+    first = refused(capsys, "plan", "auto", tmp_path / "here.toml", "--groups", 2)
     assert first.startswith("swpipe: rank 0 of 1: plan ")
     args = ("plan", "simulate", tmp_path / "here.toml", "--costs", "no_costs.json")
     assert refused(capsys, *args).startswith("swpipe: rank 0 of 1: costs no_costs.json: ")
     said = differences(told)
     assert said.startswith("command: swpipe plan auto on rank 0, swpipe plan simulate on rank 1; ")
     assert "--costs: none on rank 0, 1 files on rank 1" in said
-    assert "--threads: 2 on rank 0, none on rank 1" in said
+    assert "--groups: 2 on rank 0, none on rank 1" in said
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -194,7 +194,7 @@ def test_a_plan_is_chosen_from_costs_and_written(
     )
     chosen = PipelinePlan.load(here / "best.toml")
     assert len({entry.thread_group for entry in chosen.schedule.values()}) == 2
-    args = ("--costs", "costs.json", "--threads", 1)
+    args = ("--costs", "costs.json", "--groups", 1)
     assert out(capsys, "plan", "auto", "plan.toml", *args).startswith("5.000 ms per iteration")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -390,6 +391,20 @@ def test_fewer_batches_than_four_go_through_it_twice_too() -> None:
     """At the end of the pass."""
     with pytest.raises(PlanError, match="left something else of iteration 0"):
         list(swpipe.ahead([1.0, 2.0], Counter(), workers=2, device="cpu"))
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_only_the_first_four_batches_go_through_a_function_twice(workers: int) -> None:
+    """The other batches cost one call each, in every pass."""
+    calls = itertools.count()
+
+    def counted(batch: int) -> int:
+        next(calls)
+        return batch
+
+    loop = swpipe.ahead(range(40), counted, workers=workers, device="cpu")
+    assert [*loop, *loop] == [*range(40), *range(40)]
+    assert next(calls) == 2 * 40 + 4
 
 
 def test_an_honest_function_is_taken_on_several_threads() -> None:
