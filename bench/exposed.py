@@ -129,7 +129,8 @@ class Job:
         ctx.embedded = self.table(ctx.ids)
 
     def no_embed(self, ctx: IterContext) -> None:
-        ctx.embedded = self.kept.embedded
+        # The backward of all other tasks computes the gradient of this output, as it always does.
+        ctx.embedded = self.kept.embedded.detach().requires_grad_()
         self._no_gradients(self.table)
 
     def forward(self, ctx: IterContext) -> None:
@@ -195,12 +196,15 @@ class Found:
 
     @property
     def coverage(self) -> float:
-        """The share of intervals that contain the truth."""
-        hits = [
-            abs(value - fmean(self.true_s[name])) <= half
-            for name, found in self.profiles.items()
-            for value, half in found
-        ]
+        """The share of intervals that contain the truth, whose own 95% interval counts as well."""
+        hits = []
+        for name, profiles in self.profiles.items():
+            true_s = self.true_s[name]
+            noise_s = 2 * stdev(true_s) / math.sqrt(len(true_s))
+            hits += [
+                abs(value_s - fmean(true_s)) <= math.hypot(half_s, noise_s)
+                for value_s, half_s in profiles
+            ]
         return fmean(hits)
 
     @property

@@ -23,7 +23,7 @@ _LONG_S = 1.0
 _SPARE = 0.2
 """A part of a core: if less than this was idle, no core was spare."""
 
-_START_S = 5e-4
+_START_S = 1e-3
 """Seconds that the threads of a pass take to start and to end, and its run to be made."""
 
 _QUICK_S = 5e-5

@@ -6,8 +6,10 @@ In serial iterations, times add up::
     exposed(forward) = forward + what other tasks take less + what the gaps take less
 
 Therefore a task is not charged for time that other tasks take longer by chance, for example for a
-checkpoint in every tenth iteration. Other tasks count only where they take less in all rounds, by
-more than their noise.
+checkpoint in every tenth iteration. Other tasks count in full only where they take less in all
+rounds, by more than their noise. The lower quartile of any other task does not show such a chance,
+but it does show what changes in every iteration, such as the contents of caches: its difference
+counts between nothing and in full.
 
 Under a plan, and on a device, times do not add up. There, whole iterations with and without a
 shortcut are compared.
@@ -29,11 +31,11 @@ from swpipe.profiler.spread import (
     BASE,
     Estimate,
     Kind,
+    between,
     differences_in,
     mean_of,
     mean_of_loop,
     time_saved,
-    with_replay,
 )
 
 _SURE = 2.0
@@ -42,7 +44,7 @@ _LEAST_S = 20e-6
 interval, and at least this many seconds.
 """
 
-_NOTHING = ThreadTimes(0.0)
+_NOTHING = ThreadTimes(0.0, each_s=(0.0,))
 """The times of what does not run: a loader that is not called."""
 
 
@@ -94,6 +96,7 @@ class Exposures:
         self._saved_s: dict[Kind, list[float]] = {kind: [] for kind in kinds}
         replays_s: dict[Kind, list[float]] = {kind: [] for kind in kinds}
         less_s: dict[Kind, dict[str, list[float]]] = {kind: defaultdict(list) for kind in kinds}
+        small_s: dict[Kind, dict[str, list[float]]] = {kind: defaultdict(list) for kind in kinds}
         # Each round yields one difference per kind and task: visits are compared within their
         # round.
         for visits in visited:
@@ -106,12 +109,23 @@ class Exposures:
                 replays_s[kind].append(beside.get(kind, _NOTHING).host_s)
                 # A positive difference means that the task takes less while the kind is shortcut.
                 for name, thread in times[BASE].items():
-                    less_s[kind][name].append(thread.host_s - beside.get(name, _NOTHING).host_s)
+                    without = beside.get(name, _NOTHING)
+                    less_s[kind][name].append(thread.host_s - without.host_s)
+                    change_s = _quartile(thread.each_s) - _quartile(without.each_s)
+                    small_s[kind][name].append(change_s)
         self._in_backward_s = {kind: fmean(rounds.in_backward_s[kind]) for kind in kinds}
         self.replays_s = {
             kind: fmean(replays_s[kind]) + self._in_backward_s[kind] for kind in kinds
         }
         self.in_others_s = {kind: _in_others(kind, less_s[kind]) for kind in kinds}
+        self._unclear_s = {
+            kind: [
+                fmean(of)
+                for name, of in small_s[kind].items()
+                if name not in (kind, PULL, *self.in_others_s[kind])
+            ]
+            for kind in kinds
+        }
 
     def _rest_s(self, iteration: TimedIteration) -> float:
         """Return the time of the gaps between tasks, or of the iteration if times do not add up."""
@@ -130,9 +144,10 @@ class Exposures:
     def saved(self) -> dict[Kind, Estimate]:
         """Return how much shorter an iteration is if the task of each kind costs nothing."""
         rests = time_saved(self._saved_s)
-        # Whole iterations with the replay are too long by the replay, which may have been hidden.
+        # Whole iterations with the replay are too long by the replay. Other work may hide it, or
+        # wait for it: threads share the interpreter lock.
         if not self._adds_up:
-            return {kind: with_replay(rests[kind], self.replays_s[kind]) for kind in rests}
+            return {kind: between(rests[kind], self.replays_s[kind]) for kind in rests}
         estimates = {}
         tasks = self.loop.tasks
         for kind, rest in rests.items():
@@ -143,13 +158,21 @@ class Exposures:
                 own = mean_of_loop(tasks[kind].each_s, self.loop.cycle)
             others_s = sum(self.in_others_s[kind].values()) + self._in_backward_s[kind]
             value_s = rest.value_s + own.value_s + others_s
-            estimates[kind] = Estimate(value_s, math.hypot(rest.spread_s, own.spread_s))
+            estimate = Estimate(value_s, math.hypot(rest.spread_s, own.spread_s))
+            for change_s in self._unclear_s[kind]:
+                estimate = between(estimate, change_s)
+            estimates[kind] = estimate
         return estimates
 
 
 def _of_kind(kind: Kind, visits: Iterable[Visit]) -> list[TimedIteration]:
     """Return the iterations of all visits of a kind, in order."""
     return [iteration for visit in visits if visit.kind == kind for iteration in visit.iterations]
+
+
+def _quartile(each_s: Sequence[float]) -> float:
+    """Return the lower quartile."""
+    return sorted(each_s)[len(each_s) // 4]
 
 
 def _in_others(kind: Kind, less_s: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -156,11 +156,9 @@ def time_saved(differences: Mapping[K, Sequence[float]]) -> dict[K, Estimate]:
     return estimates
 
 
-def with_replay(saved: Estimate, replay_s: float) -> Estimate:
-    """Add the time of the replay, which an iteration without the task would not have.
+def between(estimate: Estimate, more_s: float) -> Estimate:
+    """Add an amount that counts between nothing and in full.
 
-    Other work may hide the replay, or wait for it: threads share the interpreter lock, which a
-    replay holds even if the task itself did not. The replay costs between nothing and its full
-    time. The estimate is the middle, and the interval covers both ends.
+    The estimate is the middle, and the interval covers both ends.
     """
-    return Estimate(saved.value_s + replay_s / 2, saved.spread_s + replay_s / 2)
+    return Estimate(estimate.value_s + more_s / 2, estimate.spread_s + abs(more_s) / 2)

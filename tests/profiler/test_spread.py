@@ -13,13 +13,13 @@ from swpipe.profiler.spread import (
     BASE,
     Estimate,
     Kind,
+    between,
     differences_in,
     mean_of,
     mean_of_loop,
     ms,
     student_95,
     time_saved,
-    with_replay,
     within,
 )
 
@@ -101,7 +101,7 @@ def test_the_time_of_a_replay_is_added(
     saved_s: float, replay_s: float, value_s: float, spread_s: float
 ) -> None:
     """Other work may hide it, or wait for it: the interval says that this is not known."""
-    found = with_replay(Estimate(saved_s, 0.1), replay_s)
+    found = between(Estimate(saved_s, 0.1), replay_s)
     assert (found.value_s, found.spread_s) == pytest.approx((value_s, spread_s))
 
 

@@ -153,6 +153,20 @@ def test_what_a_task_saves_in_others_is_told(host: TimedHost) -> None:
     assert less_s == {"read": {}, "forward": exactly(backward=4), "backward": {}}
 
 
+def test_a_small_change_of_others_counts_between_nothing_and_in_full(host: TimedHost) -> None:
+    """It is in every iteration, as where a removal leaves other data in the caches."""
+
+    def backward(ctx: IterContext) -> None:
+        host.sleep(4.99e-3 if "forward" in pipe.shortcut_tasks else 5e-3)
+
+    tasks = [*sleepers(host, forward=2), PipelineTask("backward", backward)]
+    with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
+        result = TaskProfiler(pipe).profile(None, **COUNTS)
+    assert result.exposed_s == exactly(forward=2.005, backward=5)
+    assert spreads_s(result) == exactly(forward=0.005, backward=0)
+    assert result.tasks["forward"].in_others_s == {}
+
+
 def test_a_thread_group_is_busy_with_all_its_tasks() -> None:
     """The busiest come first among those that set the pace."""
     plan = overlapped({"io": ["read", "decode"], "copies": ["copy"], "default": ["train", "step"]})
