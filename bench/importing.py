@@ -1,4 +1,4 @@
-"""How long ``import swpipe`` takes, and the first batch, after ``import torch``; from bytecode."""
+"""The time of ``import swpipe`` and of the first batch, after ``import torch``, from bytecode."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ print(*(1e3 * seconds for seconds in (end - middle, middle - begin, first - midd
 
 
 def rows(rounds: int = 20) -> list[Row]:
-    """The ratio of an import is over the limit; ``import torch`` stands beside it.
+    """Return the import time over its limit, beside ``import torch``, and the first batch's time.
 
-    The first batch's is the least of all rounds: other processes delay single ones.
+    The first batch's time is the minimum of all rounds, since other processes delay single ones.
     """
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": cache}

@@ -1,11 +1,12 @@
-"""Layers of experts on two ranks, all or every other one: forward over backward, beside serially.
+"""Layers of experts on two ranks: forward over backward, compared with a serial run.
 
-The link is emulated: an exchange takes 5 ms and no core. The microbatches are made so large that a
-serial run spends half of its time in exchanges. Both run the same tasks, and train the same bits.
+The link is emulated: an exchange takes 5 ms and no core. The microbatches are so large that a
+serial run spends half of its time in exchanges. Both run the same tasks and train the same bits.
+The experts are in all layers, or in every other one.
 
-The bound is that of the schedule: in each period one forward and one backward, neither faster than
-its own chain of work and exchanges, and both on one thread; before them a forward alone, after them
-a backward alone.
+The bound is that of the schedule. In each period one forward and one backward run, neither faster
+than its own chain of work and exchanges, and both on one thread. Before them a forward runs alone,
+after them a backward.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ EXCHANGES = {"f": 3, "b": 2}
 
 @dataclass
 class Measured:
-    """What was measured on one rank, in milliseconds per step of all microbatches.
+    """The measurements of one rank, in milliseconds per step of all microbatches.
 
     Attributes:
         rows: Sequences in a microbatch.
@@ -51,13 +52,13 @@ class Measured:
 
     @property
     def serial_bound_ms(self) -> float:
-        """Work and exchanges in sequence."""
+        """The sum of work and exchanges."""
         each = self.work_ms["f"] + self.work_ms["b"] + sum(map(self.exchange_ms, "fb"))
         return MICROBATCHES * each
 
     @property
     def bound_ms(self) -> float:
-        """The least that the schedule can take."""
+        """The lower bound on a step under the schedule."""
         ahead, back, late = (self.work_ms[part] for part in ("f", "b", "dw"))
         chains = ahead + self.exchange_ms("f"), back - late + self.exchange_ms("b")
         period = max(ahead + back, *chains)
@@ -68,7 +69,7 @@ class Measured:
 
 
 def on_rank(types: tuple[str, ...], rounds: int, size: int, rows: int | None) -> Measured:
-    """Train on microbatches in both ways, in turn."""
+    """Train on microbatches both ways, in alternation."""
     from docs.examples.moe_gpt import GPTModel, TransformerConfig
     from swpipe.tasks.transformer import training_pipeline
 
@@ -127,7 +128,7 @@ def on_rank(types: tuple[str, ...], rounds: int, size: int, rows: int | None) ->
 
 
 def _work(pipe: Any, data: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Milliseconds of a microbatch's tasks, by side; and of delayed weight gradients."""
+    """Return the ms of a microbatch's tasks by direction, and those of delayed weight gradients."""
     dist.barrier()
     with pipe.trace() as trace:
         pipe.run(data)
@@ -141,7 +142,7 @@ def _work(pipe: Any, data: list[dict[str, torch.Tensor]]) -> dict[str, float]:
 
 
 def rows(rounds: int = 7, size: int = 128, rows_of_a_microbatch: int | None = None) -> list[Row]:
-    """The ratio with its bar, and the bound."""
+    """Return the ratio with its bar, and the bound."""
     return [
         row
         for types, bar in BARS.items()

@@ -70,7 +70,7 @@ def _is_sent(cell: object) -> bool:
 
 
 class Contest:
-    """The contenders on this rank, with stages of their own, which are equal at first.
+    """The contenders on this rank, each with stages of its own that are equal at first.
 
     Args:
         stage_of: Makes the module of a stage.
@@ -151,8 +151,7 @@ class Contest:
     def costs(self, costs_ms: tuple[float, ...], latency_ms: float) -> PipelineCosts:
         """Return the costs of the stages, with the time of the runtime and of FSDP, in ms.
 
-        The latter is measured with one microbatch after the other, where no pass runs beside
-        another one.
+        The latter is measured with microbatches in sequence, where no two passes overlap.
         """
         from swpipe.tasks.pipeline_parallel import measure_hop
 
@@ -172,7 +171,7 @@ class Contest:
 
 
 def _one_by_one(n_micro: int) -> PipelineSchedule:
-    """Return the schedule that runs one microbatch after the other."""
+    """Return the schedule that runs the microbatches in sequence."""
     rows = []
     for rank in range(RANKS):
         own = range(rank, N_STAGES, RANKS)
@@ -192,7 +191,7 @@ def _shard(grad: Any) -> Tensor:
 
 
 def on_rank(n_micro: int, rounds: int, scale: float) -> tuple[dict[str, list[float]], float]:
-    """Return the times by contender if passes sleep, and what is predicted of ours, in ms."""
+    """Return the times by contender with passes that sleep, and the prediction of ours, in ms."""
     sharpen_timers()
     costs_ms = tuple(cost * scale for cost in COSTS_MS)
     latency_ms = LATENCY_MS * scale
@@ -204,7 +203,7 @@ def on_rank(n_micro: int, rounds: int, scale: float) -> tuple[dict[str, list[flo
 
 
 def computing_on_rank(n_micro: int, rounds: int, width: int) -> dict[str, list[float]]:
-    """Return the times by contender if stages compute, in ms."""
+    """Return the times by contender with stages that compute, in ms."""
 
     def stage_of(stage: int) -> nn.Module:
         torch.manual_seed(stage)
@@ -217,7 +216,7 @@ def computing_on_rank(n_micro: int, rounds: int, width: int) -> dict[str, list[f
 
 
 def _rows(ranks: Any, n_micro: int, rounds: int, scale: float, bar: float | None) -> list[Row]:
-    """Return the rows of one number of microbatches."""
+    """Return the rows for one number of microbatches."""
     times, predicted_ms = ranks.run(on_rank, n_micro, rounds, scale)[0]
     what = f"{STAGES_OF_A_RANK} FSDP stages a rank, {n_micro} microbatches, {scale:g} x 5 ms"
     ours, cells, torchs = times.values()

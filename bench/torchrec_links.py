@@ -36,7 +36,7 @@ FORWARD_BAR = 1.0
 
 
 def rows(rounds: int = 9, steps: int = 6) -> list[Row]:
-    """For each batch size and link, a row per plan."""
+    """Return a row per plan, for each batch size and link."""
     if find_spec("torchrec") is None:
         return [Row("TorchRec's classes over links", "skipped: there is no torchrec")]
     from bench.contest import contest, on_ranks
