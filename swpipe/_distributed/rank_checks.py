@@ -268,7 +268,7 @@ def tell_failure(error: BaseException) -> None:
     try:
         cause = within(STORE_S, lambda: _cause(own))
     except RuntimeError as gone:
-        cause = f"whether another rank had failed before is not known: {gone}"
+        cause = f"it is not known whether another rank had failed before: {gone}"
     if cause:
         add_note(error, f"swpipe: {cause}")
 
@@ -348,10 +348,10 @@ def _cause(own: _Failure) -> str:
             break
         time.sleep(0.05)
     if first is None and silent:
-        may_be = "one of them may be" if len(silent) > 1 else "which may be"
+        it = "one of them" if len(silent) > 1 else "it"
         return (
-            f"{name_ranks(silent)} reported no failure, {may_be} the cause: killed, stopped, "
-            "or ended outside the pipeline"
+            f"{name_ranks(silent)} reported no failure; {it} may be the cause, if it was killed, "
+            "was stopped, or ended outside the pipeline"
         )
     # A stall on one rank loses the communication of the others.
     stalled = [failure for failure in recent if failure.kind == "stall"]

@@ -558,7 +558,7 @@ class Driver(Generic[C]):
             if run.finished:
                 self._errors.append(error)
             else:
-                text = f"swpipe: dropped, too, what the iterator raised: {type(error).__name__}"
+                text = f"swpipe: an error of the iterator is dropped, too: {type(error).__name__}"
                 notes.append(f"{text}: {error}")
         return notes
 

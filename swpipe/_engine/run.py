@@ -455,7 +455,10 @@ class Run:
             # Raised by ``progress``, StopIteration means the end of the data: a task's
             # StopIteration would end the loop silently (compare PEP 479).
             cause = error
-            error = RuntimeError("a task raised StopIteration, which only the iterator may raise")
+            error = RuntimeError(
+                "a task raised StopIteration, which only the iterator may raise: catch it in the "
+                "task"
+            )
             error.__cause__ = cause
         self.stop(error)
         first = self.failure

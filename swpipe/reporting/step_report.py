@@ -185,7 +185,7 @@ class StepReport(StepAccount):
         if uncovered:
             yield f"coverage: {uncovered}"
         if self.cannot_tell:
-            yield "Beside other processes, what bounds it and what to change cannot be told."
+            yield "Other processes are too busy to tell what bounds it and what to change."
             yield f"next step: {self.next_step}"
             return
         if self.straggler:

@@ -83,4 +83,4 @@ def test_a_failure_is_told_at_once_where_the_store_is_gone_with_its_rank(scripts
     _, told = scripts.run_together(ranks)
     took_s, *notes = told.stdout.splitlines()
     assert float(took_s) < 30.0
-    assert any("whether another rank had failed before is not known" in note for note in notes)
+    assert any("it is not known whether another rank had failed before" in note for note in notes)

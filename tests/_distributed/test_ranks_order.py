@@ -316,8 +316,8 @@ def test_who_is_let_down_is_told_by_the_failure_or_by_its_cause(
 
 
 SILENT = (
-    "swpipe: rank 3 reported no failure, which may be the cause: killed, stopped, or ended "
-    "outside the pipeline"
+    "swpipe: rank 3 reported no failure; it may be the cause, if it was killed, was stopped, or "
+    "ended outside the pipeline"
 )
 
 

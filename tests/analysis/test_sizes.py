@@ -205,7 +205,7 @@ def test_of_many_races_the_first_are_explained() -> None:
     problems = caught.value.problems
     assert len({problem.tasks for problem in problems}) > 2 * MOST_EXPLAINED
     assert "add deps" in problems[0].text
-    assert "see those above" in problems[-1].text
+    assert "mend the others first" in problems[-1].text
 
 
 @pytest.mark.slow

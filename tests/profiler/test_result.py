@@ -99,7 +99,7 @@ NOTES = """\
 blocks the host: step (0.900 ms)
 not measured: scale, since iterations with its shortcut fail: ValueError: no
 do next: no change is known that promises more than the measurement's error;
-  more seconds, and an idle machine, make that smaller
+  measure longer, or on an idle machine, to reduce the error
 interrupted: not all rounds were measured
 shortcut already, so not measured: forward
 restored afterwards: model (Linear), self.optimizer (SGD)

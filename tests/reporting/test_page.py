@@ -160,7 +160,7 @@ def test_a_busy_machine_comes_first(found: StepReport) -> None:
     assert "Too busy to tell" in busy.to_html()
     assert str(busy).splitlines()[2:] == [
         "step: 20.0 ms",
-        "Beside other processes, what bounds it and what to change cannot be told.",
+        "Other processes are too busy to tell what bounds it and what to change.",
         "next step: Stop what else runs, or wait for it, and measure again.",
     ]
     assert busy.to_dict()["verdict"] is None

@@ -33,7 +33,7 @@ def test_a_pair_takes_its_own_time() -> None:
     assert [one.task for one in report.trace().spans][2] == "0F+1B"
     with pytest.raises(ScheduleError, match="pair has 3 numbers"):
         check_schedule(schedule, replace(COSTS, pair=[1, 1, 1]))
-    with pytest.raises(ScheduleError, match="pair is 0: a number above 0"):
+    with pytest.raises(ScheduleError, match="pair is 0: give a number above 0"):
         replace(COSTS, pair=0)
 
 

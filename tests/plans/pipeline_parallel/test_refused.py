@@ -72,7 +72,7 @@ GRAPHS: list[tuple[dict[str, Any], str]] = [
 
 PLANS: list[tuple[dict[str, Any], str]] = [
     ({"n_stage": 0}, "n_stage is 0"),
-    ({"objective": "time"}, "objective is 'time': makespan, period or bubble"),
+    ({"objective": "time"}, "objective is 'time': give makespan, period or bubble"),
     ({"effort": 0}, "effort is 0"),
     (
         {"costs": PipelineCosts(f_mem=2, max_mem=3.9)},
@@ -84,7 +84,7 @@ PLANS: list[tuple[dict[str, Any], str]] = [
 ORDERS: list[tuple[Any, int, int, str]] = [
     ("1f1b", 4, 3, "at least 4 microbatches, and n_micro is 3"),
     ("interleaved", 2, 5, "multiple of the number of rounds"),
-    ("zb", 2, 4, "order is 'zb': one of 1f1b, interleaved"),
+    ("zb", 2, 4, "order is 'zb': give one of 1f1b, interleaved"),
     ("zbv", 0, 4, "n_ranks is 0"),
 ]
 

@@ -269,7 +269,7 @@ def refusals() -> list[str]:
 
 
 REFUSED = (
-    "0 is a FSDPLinear inside of a chunk that is none",
+    "0 is a FSDPLinear inside a chunk that is not one",
     "of the pipeline, each of which has other stages",
     "use B instead of I and W",
 )

@@ -360,7 +360,7 @@ def test_what_cannot_run_is_refused_on_all_ranks(two_ranks: Ranks) -> None:
             "ranks 0 and 1 have different schedules",
             "rank 1: the chunks are those of stages [1], and the schedule places stages ",
             "rank 1: layers.2.input_norm.weight of stage 2 is ",
-            "rank 1: stage 2: 0 is a DistributedDataParallel inside of a chunk ",
+            "rank 1: stage 2: 0 is a DistributedDataParallel inside a chunk ",
         ],
         strict=True,
     ):
