@@ -228,7 +228,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(OF_STAGES[:5], (is_positive, "a number above 0")),
     "hop": (lambda value: is_number(value) and value >= 0, "0 for a free link, or a number above"),
     "b_mem": (is_number, "a number"),
-    "w_mem": (lambda value: is_number(value) and value <= 0, "0 or, for freed memory, a number below"),
+    "w_mem": (lambda value: is_number(value) and value <= 0, "0 or a number below (freed memory)"),
     **dict.fromkeys(
         OF_STAGES[-3:], (lambda value: is_number(value) and value >= 0, "0 or a number above 0")
     ),
