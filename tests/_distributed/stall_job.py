@@ -49,7 +49,7 @@ CATCHES = 7
 
 
 class Rank:
-    """What one rank runs."""
+    """The work of one rank."""
 
     def __init__(self, rank: int, size: int, how: str, folder: Path) -> None:
         self.began = folder / f"began{rank}"
@@ -58,7 +58,7 @@ class Rank:
         self.how = self.how.removesuffix("-first")
 
     def reduce(self, ctx: IterContext) -> None:
-        """The collective that stalls."""
+        """Run the collective that stalls."""
         if ctx.iter_idx == AT:
             self.began.write_text(str(time.monotonic()))
         if self.victim and ctx.iter_idx == AT and self.how == "stopped":
@@ -69,7 +69,7 @@ class Rank:
         dist.all_reduce(torch.ones(1))
 
     def run(self, group: str) -> None:
-        """The whole script."""
+        """Run the whole script."""
         batches = AT if self.victim and self.how == "uneven" else 100
         tasks = [PipelineTask("read", lambda ctx: None), PipelineTask("reduce", self.reduce)]
         plan = PipelinePlan(

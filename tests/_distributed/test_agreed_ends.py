@@ -21,14 +21,14 @@ LATE = (*(True,) * 20, False, *(True,) * 20)
 
 
 def ending(source: str, *ranks: tuple[bool, ...], **more: Any) -> Ending:
-    """One pass in which scripts catch errors, with collectives in two stages."""
+    """Return an ending of one pass with collectives in two stages, whose scripts catch errors."""
     return Ending(
         "two stages", source, (ranks,), **{"dies": False, "catches": True, "lies": 0, **more}
     )
 
 
 def went(ranks: Ranks, case: Ending, folder: Path) -> list[dict[str, Any]]:
-    """What each rank has computed and seen, with no wrong number among it."""
+    """Run an ending; return the outputs and errors of each rank, without any fault."""
     try:
         ranks.run(run, case, os.fspath(folder))
     except RankDied:
@@ -76,7 +76,7 @@ def test_a_length_that_is_not_that_of_the_data_is_told_at_once(tmp_path: Path) -
 
 
 def _exchanges(length: int | None) -> int:
-    """How often a rank tells the others something, in a pass of 160 batches."""
+    """Return how often a rank exchanges its status in a pass of 160 batches."""
     exchanged = 0
     own = EvenData.exchange_status
 
@@ -112,7 +112,7 @@ def test_a_pipeline_that_is_out_of_step_refuses_to_go_on() -> None:
 
 
 def _drained() -> tuple[int, int, int]:
-    """Steps handed out, batches pulled, and batches in flight by the state, after a drain."""
+    """Return the batches pulled ahead and in flight after a drain, and those ahead before it."""
     pulled = 0
 
     def data() -> Any:
@@ -145,7 +145,7 @@ def test_collectives_in_several_stages_ask_for_it(kind: str, agrees: bool) -> No
 
 
 class Fails(Iterator[int]):
-    """One batch, an error, and one batch more."""
+    """An iterator of one batch, an error, and another batch."""
 
     pulls = 0
 
@@ -185,7 +185,7 @@ def test_a_pass_that_is_paused_keeps_its_error_and_its_end(data: Iterator[int]) 
 
 
 class Guesses(Iterator[int]):
-    """It may have so many batches."""
+    """An empty iterator that estimates its length as 5."""
 
     def __next__(self) -> int:
         raise StopIteration

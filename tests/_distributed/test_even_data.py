@@ -28,13 +28,13 @@ LENGTHS = [(5, 3), (3, 5), (0, 4), (4, 0), (0, 0), (4, 4)]
 
 
 def exchange(ctx: IterContext) -> None:
-    """A collective of a task: what all ranks' batches sum to."""
+    """Run a task's collective: sum the batches of all ranks."""
     ctx.total = torch.tensor(float(ctx.batch))
     dist.all_reduce(ctx.total)
 
 
 def train(ctx: IterContext) -> None:
-    """Another one."""
+    """Run a second collective."""
     ctx.loss = ctx.total.clone()
     dist.all_reduce(ctx.loss)
 
@@ -44,7 +44,7 @@ def tasks() -> list[PipelineTask]:
 
 
 def plan_of(kind: str) -> PipelinePlan:
-    """The same tasks, serially and with collectives of two iterations in two thread groups."""
+    """Return a plan of the same tasks: serial, or with collectives in two thread groups."""
     if kind == "serial":
         return PipelinePlan.serial(tasks())
     return PipelinePlan(
@@ -58,7 +58,7 @@ def plan_of(kind: str) -> PipelinePlan:
 
 
 class Went(NamedTuple):
-    """How one rank fared."""
+    """The results of one rank."""
 
     totals: list[float]
     steps: int
@@ -67,7 +67,7 @@ class Went(NamedTuple):
 
 
 def _epochs(ends: Any, lengths: Sequence[tuple[int, int]], ahead: int, kind: str) -> list[Went]:
-    """Several epochs over data of these lengths; batches are 1, 2, ... on rank 0, 100, 200, ..."""
+    """Run epochs over data of these lengths: 1, 2, ... on rank 0, and 100, 200, ... on rank 1."""
     rank = dist.get_rank()
     went = []
     pad = pad_with(7) if ends == "pad" else None
@@ -84,7 +84,7 @@ def _epochs(ends: Any, lengths: Sequence[tuple[int, int]], ahead: int, kind: str
 
 
 def expected(ends: str, lengths: tuple[int, int], rank: int) -> Went:
-    """What a reader of the docs works out with pencil and paper."""
+    """Return the results that the documentation promises."""
     own = [[k + 1 for k in range(lengths[0])], [100 * (k + 1) for k in range(lengths[1])]]
     steps = min(lengths) if ends == "stop" else max(lengths)
     given = [(batches + [7] * steps)[:steps] for batches in own]
@@ -104,7 +104,7 @@ def test_all_ranks_do_the_same_steps(two_ranks: Ranks, ends: str, ahead: int, ki
 
 
 def _pulls(ahead: int) -> list[int]:
-    """How many batches have been pulled when each one is given."""
+    """Return how many batches have been pulled at the time when each batch is returned."""
     pulled = itertools.count()
     count = 0
 
@@ -124,7 +124,7 @@ def test_no_more_is_pulled_than_was_asked_for(two_ranks: Ranks) -> None:
 
 
 def _last_at_zero(length: int) -> list[Any]:
-    """Rank 0 has one batch, rank 1 ``length``."""
+    """Run with one batch on rank 0 and ``length`` batches on rank 1."""
     own = 1 if dist.get_rank() == 0 else length
     batches = [SimpleNamespace(x=k, weights=torch.ones(2)) for k in range(own)]
     with EvenData("pad", pad=pad_with_last("weights")) as even:
@@ -142,7 +142,7 @@ def test_the_last_batch_comes_again_at_zero_weight(two_ranks: Ranks) -> None:
 def _told(
     own: Iterable[Any], pad_name: str | None = None, timeout_s: float = 30.0, step_s: float = 0.0
 ) -> tuple[int, str, str]:
-    """Steps begun, then the error's type and text."""
+    """Return the number of steps that began, and the type and text of the error."""
     given = 0
     pad = None if pad_name is None else pad_with_last(pad_name)
     even = EvenData("stop" if pad is None else "pad", pad=pad, ahead=2, timeout_s=timeout_s)
@@ -191,7 +191,7 @@ PATIENCE_S = 3.0
 
 
 def _one_stalls() -> tuple[int, str, str, float]:
-    """Rank 1 pulls its second batch only after rank 0 has given up."""
+    """Let rank 1 pull its second batch only after rank 0 has timed out."""
     dist.barrier()
     if dist.get_rank() == 0:
         begin_s = time.monotonic()
@@ -216,7 +216,7 @@ def _one_stalls() -> tuple[int, str, str, float]:
 
 @pytest.fixture(scope="module", name="spare_ranks")
 def ranks_of_this_module() -> Iterator[Ranks]:
-    """Two ranks, of which one is late, and then one dies."""
+    """Two ranks of this module's own, since one is late in a test and one ends in another."""
     with Ranks(2) as ranks:
         yield ranks
 
@@ -286,7 +286,7 @@ def test_the_rest_is_asked_for_at_the_end() -> None:
 
 
 class BesideAnother(EvenData):
-    """Stands for one of two ranks, of which the other one has so many batches."""
+    """An agreement of two ranks, the second of which is simulated and has ``other`` batches."""
 
     def __init__(self, ends: Any, other: int, **options: Any) -> None:
         super().__init__(ends, **options)
@@ -298,7 +298,7 @@ class BesideAnother(EvenData):
 
 
 class Again:
-    """An iterator of two batches that begins again after its end."""
+    """An iterator of two batches that restarts after its end."""
 
     def __init__(self) -> None:
         self.calls = 0

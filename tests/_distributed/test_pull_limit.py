@@ -1,4 +1,4 @@
-"""The limit on a pull over several ranks' data, and how the thread that it is too late for ends."""
+"""The limit on a pull over several ranks' data, and the end of a thread that exceeds it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ LOOKS = 5
 
 
 class Pass:
-    """What is watched."""
+    """A stand-in for the watched pass."""
 
 
 class Body:
-    """A thread that is in a loop's body: Python code that waits."""
+    """A thread inside a loop's body, which waits in Python code."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -51,19 +51,19 @@ class Body:
             self.error = error
 
     def end(self) -> BaseException | None:
-        """Let it return, and return what it raised."""
+        """Let the thread return, and return the error that it raised."""
         self._end.set()
         return self.result()
 
     def result(self) -> BaseException | None:
-        """Return what it raises, when it does."""
+        """Wait for the thread to end, and return the error that it raised."""
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         return self.error
 
 
 class Looks:
-    """The watching thread's ``time``: each look counts one interval, and then acts."""
+    """A stand-in for ``time`` in the watching thread: each look takes one interval."""
 
     def __init__(self, act: Callable[[int], float]) -> None:
         self.count = 0
@@ -71,7 +71,7 @@ class Looks:
         self._now_s = 0.0
 
     def monotonic(self) -> float:
-        """Called once at the start, and at each look."""
+        """Return the time; called once at the start and at each look."""
         self._now_s += LIMIT_S / LOOKS + self._act(self.count)
         self.count += 1
         return self._now_s
@@ -97,7 +97,7 @@ def test_a_pull_that_takes_too_long_is_an_error_in_the_body(
 
 
 def looks_until_late(act: Callable[[PullLimit, int], float], monkeypatch: Any) -> int:
-    """Return at which look a pull is too late; ``act`` comes before each, and returns seconds."""
+    """Return the look at which a pull is late; ``act`` returns seconds to add before each look."""
     body, watched, late = Body(), Pass(), threading.Event()
     limits: list[PullLimit] = []
     ready = threading.Event()

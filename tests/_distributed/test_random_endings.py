@@ -17,7 +17,7 @@ EXAMPLES = {1: 20, 2: 20, 4: 8}
 
 @pytest.fixture(scope="module", name="groups")
 def groups_of_this_module() -> Iterator[dict[int, Ranks]]:
-    """Ranks of their own: in many endings some of them end."""
+    """Ranks of this module's own, since in many endings some of them end."""
     with Ranks(1) as one, Ranks(2) as two, Ranks(4) as four:
         yield {1: one, 2: two, 4: four}
 

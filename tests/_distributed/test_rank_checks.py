@@ -1,4 +1,4 @@
-"""Ranks with different plans refuse to start; and what ranks hear where their store is gone."""
+"""Ranks with different plans refuse to start; errors of ranks whose store is gone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.scripts import Script, Scripts, as_torchrun
 
 
 def _depths(depths: tuple[int, int]) -> str:
-    """How many iterations ran, or what was said."""
+    """Return the number of iterations that ran, or the error message."""
     with SWPipeline(piped(depths[dist.get_rank()]), tasks()) as pipe:
         try:
             return str(pipe.run(range(4)).iterations)
@@ -38,7 +38,7 @@ def test_ranks_with_different_plans_refuse_to_start(two_ranks: Ranks) -> None:
 
 
 def _seeds(seeds: tuple[int, int], random: bool) -> list[str]:
-    """What the ranks are warned of."""
+    """Return the warnings on this rank."""
     draw = PipelineTask("draw", lambda ctx: None, io=[NOBODY_ELSE], random=random)
     with (
         warnings.catch_warnings(record=True) as caught,
@@ -62,7 +62,7 @@ def test_ranks_with_different_seeds_are_warned(two_ranks: Ranks) -> None:
 
 
 def outlives() -> None:
-    """Rank 0, which holds the store, ends in between two steps; what the other says, and when."""
+    """End rank 0, which has the store, between two steps; print when and how rank 1 fails."""
     dist.init_process_group("gloo", timeout=dt.timedelta(seconds=40))
     meet = PipelineTask("meet", lambda ctx: dist.all_reduce(torch.ones(1)))
     with SWPipeline(PipelinePlan.serial([meet]), [meet]) as pipe:

@@ -25,10 +25,10 @@ ORDERED = ("sizes", "ids", "pooled", "reduce")
 
 
 class Delayed:
-    """Tasks like a recommender's: exchanges begun in one and awaited in another, an all-reduce.
+    """The tasks of a recommender: exchanges that one task starts and another awaits, an all-reduce.
 
-    Each dawdles before it acts, as long as its rank's own generator says. A collective that met
-    another one on the other rank would bring other numbers, if it came back at all.
+    Each task sleeps first, for a time from its rank's own generator. A collective that met another
+    one on the other rank would give different numbers, if it returned at all.
     """
 
     names = ("read", *ORDERED, "step")
@@ -93,7 +93,7 @@ class Delayed:
 
 
 def plan(*, ordered: bool = True) -> PipelinePlan:
-    """Four thread groups; in three of them a collective of another iteration each."""
+    """Return a plan of four thread groups, three with collectives of different iterations."""
     return PipelinePlan(
         {
             "read": TaskSchedule(stage=0, thread_group="read"),
@@ -112,7 +112,7 @@ def plan(*, ordered: bool = True) -> PipelinePlan:
 
 
 def _orders(first_seed: int, runs: int, dry: bool, ordered: bool) -> list[list[tuple[str, int]]]:
-    """The order in which this rank issued its collectives, in each run."""
+    """Return the order in which this rank issued its collectives, in each run."""
     orders = []
     for seed in range(first_seed, first_seed + runs):
         work = Delayed(seed, dry=dry)
@@ -143,7 +143,7 @@ def test_without_global_order_ranks_drift_apart(two_ranks: Ranks) -> None:
 
 
 class Planted(Exception):
-    """What tests plant."""
+    """An error that a test raises on purpose."""
 
 
 def _reduce(ctx: IterContext) -> None:
@@ -158,7 +158,7 @@ def _train(ctx: IterContext) -> None:
 
 
 def _one_rank_raises(group: str) -> None:
-    """Two collectives per iteration; before the second, rank 1 fails once."""
+    """Run two collectives per iteration; rank 1 fails once before the second."""
     tasks = [PipelineTask("reduce", _reduce), PipelineTask("train", _train)]
     if group == "serially":
         SWPipeline(PipelinePlan.serial(tasks), device="cpu").run_serial(range(100))
@@ -205,18 +205,18 @@ def _fail(ctx: IterContext) -> None:
 
 
 def _nobody_has_failed() -> None:
-    """As in a new job: whatever a test has left in the store of shared ranks is old."""
+    """Make all failures in the store of the shared ranks old, as in a new job."""
     check_same_plan(PipelinePlan.serial(["train"]))
 
 
 def _notes(error: BaseException) -> list[str]:
-    """What is noted on it once this rank's failure is told."""
+    """Record an error as this rank's failure, and return the notes on it."""
     tell_failure(error)
     return getattr(error, "__notes__", [])
 
 
 def _each_fails_in_turn() -> list[str]:
-    """What is noted on this rank's error: rank 0 fails first, then rank 1."""
+    """Let rank 0 fail, then rank 1; return the notes on this rank's error."""
     _nobody_has_failed()
     pipe = SWPipeline(PipelinePlan.serial([PipelineTask("fails", _fail)]), device="cpu")
     notes: list[str] = []
@@ -243,7 +243,7 @@ def test_the_rank_that_failed_first_is_noted_on_the_others_errors(two_ranks: Ran
 
 
 def _after_an_old_failure() -> list[str]:
-    """Rank 0 failed long ago; now rank 1 does, and then rank 0 again."""
+    """Return the notes if rank 0 failed long ago, and rank 1 and then rank 0 fail now."""
     _nobody_has_failed()
     notes: list[str] = []
     for rank, age_s in ((0, 2 * RECENT_S), (1, 0.0), (0, 0.0)):
@@ -265,7 +265,7 @@ def test_a_failure_that_was_got_over_is_not_the_cause_of_a_later_one(two_ranks: 
 
 
 def _after_a_caught_failure(again: bool) -> list[str]:
-    """Rank 1 fails; where all ranks compare a plan after that, it was caught; then rank 0 fails."""
+    """Let rank 1 fail, then rank 0; with ``again`` the ranks compare a plan in between."""
     _nobody_has_failed()
     rank = dist.get_rank()
     if rank == 1:
@@ -322,7 +322,7 @@ SILENT = (
 
 
 def _some_are_let_down(failing: int | None) -> list[str]:
-    """Rank 3 is silent; the others lose their connections, if they do not fail by themselves."""
+    """Let rank 3 be silent, and the others lose their connections, except one that fails itself."""
     _nobody_has_failed()
     rank = dist.get_rank()
     error = Planted("of its own") if rank == failing else RuntimeError(LOST)

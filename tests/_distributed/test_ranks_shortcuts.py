@@ -14,7 +14,7 @@ FIRST, SECOND = NAMES[:2]
 
 
 def _changed(act: str, one: str, other: str, check_ranks: bool = True) -> list[str]:
-    """What is said, and shortcut then, where rank 0 changes one task and rank 1 another."""
+    """Let rank 0 change one task and rank 1 another; return the error and the shortcut tasks."""
     with SWPipeline(piped(3), tasks(), check_ranks=check_ranks) as pipe:
         if act == "disable":
             pipe.enable_shortcut(*NAMES)
@@ -49,7 +49,7 @@ def test_ranks_that_go_alone_are_not_compared(two_ranks: Ranks) -> None:
 
 
 def _block_left(failing: int) -> list[str]:
-    """What is shortcut after a block in which one rank failed; both ranks come out of it."""
+    """Return the shortcut tasks after a block in which one rank failed."""
     with SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as pipe:
         pipe.run(range(2))
         if dist.get_rank() == failing:
@@ -67,7 +67,7 @@ def test_a_block_that_fails_waits_for_no_rank(two_ranks: Ranks) -> None:
 
 
 def _nothing_to_disable() -> int:
-    """One rank disables what is not shortcut."""
+    """Disable a task on one rank that is not shortcut."""
     with SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as pipe:
         if dist.get_rank() == 0:
             pipe.disable_shortcut()
@@ -80,7 +80,7 @@ def test_what_is_not_shortcut_is_disabled_without_a_word(two_ranks: Ranks) -> No
 
 
 def _alone() -> list[str]:
-    """What rank 0 is told, which alone disables a shortcut, and then enables another."""
+    """Let rank 0 alone disable a shortcut and enable another; return its errors."""
     with SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as pipe:
         pipe.enable_shortcut(FIRST)
         pipe._stall_timeout_s = 0.3

@@ -24,7 +24,7 @@ JOBS = (
 
 
 def ended(scripts: Scripts, folder: Path, jobs: Collection[str]) -> Iterator[tuple[str, int, str]]:
-    """Job, exit code and standard error of each rank that the stall has to end."""
+    """Yield job, exit code and standard error of each rank that the stall has to end."""
     script = Script(module="tests._distributed.stall_job", args=(str(folder), *jobs))
     done = scripts.run(script, deadline_s=180)
     assert done.returncode == 0, done.stderr

@@ -29,22 +29,22 @@ FAILS_AT = {"caller": "forward", "worker": "h2d"}
 
 
 class Planted(Exception):
-    """What tests plant."""
+    """An error that a test raises on purpose."""
 
 
 def make(plan: PipelinePlan | None = None, **fns: Callable[[IterContext], Any]) -> SWPipeline:
-    """A pipeline on two thread groups, of tasks that run these functions."""
+    """Return a pipeline on two thread groups whose tasks run the given functions."""
     return SWPipeline(plan or piped(), tasks(**fns), device="cpu")
 
 
 def batches(pipe: SWPipeline, data: Any) -> list[int]:
-    """What comes out."""
+    """Return the batches of all contexts."""
     return [ctx.batch for ctx in pipe.iterate(data)]
 
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Only reference counts free anything within the block."""
+    """Switch off the garbage collector within the block: only reference counts free memory."""
     gc.collect()
     gc.disable()
     try:
@@ -54,12 +54,12 @@ def no_collector() -> Iterator[None]:
 
 
 def held() -> tuple[int, int]:
-    """This process's threads and open descriptors."""
+    """Return the numbers of threads and open descriptors of this process."""
     return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
 
 def memory_mib() -> float:
-    """The most memory that this process has had."""
+    """Return the peak memory of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -115,7 +115,7 @@ def test_pipelines_dropped_in_mid_flight_give_all_back_and_warn_of_the_line() ->
 
 
 class Data:
-    """An iterator that can be referred to weakly."""
+    """An iterator that supports weak references."""
 
     def __init__(self) -> None:
         self.numbers = iter(range(5))
@@ -131,7 +131,7 @@ class Data:
 
 
 def interrupted(pipe: SWPipeline, data: Data) -> None:
-    """Ctrl-C in the iterator."""
+    """Run on data that ends with KeyboardInterrupt."""
     data.end = KeyboardInterrupt
     with suppress(KeyboardInterrupt):
         pipe.run(data)
@@ -277,13 +277,13 @@ def test_two_threads_may_close_at_once_and_twice() -> None:
 
 @dataclass(frozen=True)
 class Frozen(Exception):
-    """Nothing can be set on it."""
+    """An exception whose attributes cannot be set."""
 
     what: str = "refuses notes"
 
 
 class Hostile(Exception):
-    """Raises when asked for its notes."""
+    """An exception whose ``__notes__`` raises."""
 
     @property
     def __notes__(self) -> list[str]:
@@ -343,7 +343,7 @@ def test_a_failed_iterations_context_is_freed_once_the_failure_is_handled(where:
 
 
 def one_round(pipe: SWPipeline, number: int) -> None:
-    """Fill, and then fail, close, drain, or run to the end."""
+    """Fill the pipeline, and then fail, close, drain, or run to the end."""
     data = iter([torch.full((250_000,), i) for i in range(6)])
     pipe.fill_pipeline(data)
     if number % 4 == 0:
@@ -360,7 +360,7 @@ def one_round(pipe: SWPipeline, number: int) -> None:
 
 
 def fail_at_minus_one(ctx: IterContext) -> None:
-    """The task of the rounds that fail."""
+    """Raise for a negative batch."""
     if ctx.batch[0] < 0:
         raise Planted
 

@@ -1,4 +1,4 @@
-"""One call at a time, whoever was cut short before; what is executed is read from its frame."""
+"""One call at a time, even after an interrupted call; a call's frame tells whether it runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.test_layout import PACKAGE
 
 
 def cut_short(access: ExclusiveAccess) -> None:
-    """A call that enters, and never leaves."""
+    """Enter, and return without leaving, as an interrupted call does."""
     access.enter(sys._getframe())
 
 
 def elsewhere(access: ExclusiveAccess, frame: FrameType) -> bool:
-    """Whether another thread may enter."""
+    """Return whether another thread may enter."""
     entered: list[bool] = []
 
     def enter() -> None:

@@ -41,11 +41,11 @@ PLANS = {
 
 
 class Planted(Exception):
-    """What tests plant."""
+    """An error that a test raises on purpose."""
 
 
 def at(iteration: int, act: Callable[[], Any]) -> Callable[[IterContext], None]:
-    """Do something in one iteration only."""
+    """Return a task function that calls ``act`` in one iteration only."""
 
     def run(ctx: IterContext) -> None:
         if ctx.batch == iteration:
@@ -55,13 +55,13 @@ def at(iteration: int, act: Callable[[], Any]) -> Callable[[IterContext], None]:
 
 
 def throw(error: BaseException) -> Any:
-    """Raise, where only an expression may stand."""
+    """Raise an error; usable as an expression."""
     raise error
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that can end are waited for as long as a busy machine takes."""
+    """Wait longer for threads that end, for a busy machine."""
     monkeypatch.setattr(swpipe._engine.run, "JOIN_GRACE_S", PATIENCE_S)
     monkeypatch.setattr(swpipe._engine.watchdog, "GRACE_S", PATIENCE_S)
 
@@ -288,7 +288,7 @@ def test_time_between_calls_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class LookedAt(Hang):
-    """Counts how often the watchdog looks while a call is under way, once it is to be counted."""
+    """A clock that counts the watchdog's looks during a call, once ``counts`` is set."""
 
     in_call = 0
     counts = False
@@ -406,7 +406,7 @@ class StuckDevice(StreamDevice[str]):
 
 
 class StuckEvent(NoEvent):
-    """One that is never reached; after a cancellation it may be asked once, to be told of it."""
+    """An event that is never reached; after a cancellation it may be queried once more."""
 
     def __init__(self, device: StuckDevice) -> None:
         self._device = device
@@ -450,7 +450,7 @@ def test_a_failure_ends_the_wait_for_the_device() -> None:
 
 
 class AfterRetirement(Observer):
-    """Acts right after an iteration was retired, within the same call."""
+    """An observer that acts directly after an iteration was retired, within the same call."""
 
     def __init__(self, iteration: int, act: Callable[[], Any]) -> None:
         self.iteration, self.act = iteration, act

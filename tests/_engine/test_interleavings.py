@@ -22,7 +22,7 @@ PLANS = {
 
 
 def tasks_that_tell(host: ExploringHost, ran: list[tuple[str, int]]) -> list[PipelineTask]:
-    """Tasks that note their name and batch in ``ran``, after a chance for others to run."""
+    """Return tasks that let other threads run, and then note their name and batch in ``ran``."""
 
     def run(name: str, ctx: IterContext) -> None:
         host.pause()
@@ -32,7 +32,7 @@ def tasks_that_tell(host: ExploringHost, ran: list[tuple[str, int]]) -> list[Pip
 
 
 def interleaving_of(plan: PipelinePlan, seed: int) -> list[tuple[str, int]]:
-    """What ran when, over six batches."""
+    """Return the runs of tasks over six batches, in order."""
     host, ran = ExploringHost(seed), []
     tasks = tasks_that_tell(host, ran)
     with SWPipeline(plan, tasks, device=CpuOn(host), stall_timeout_s=None) as pipe:

@@ -1,4 +1,4 @@
-"""An error of the iterator waits in line, and nothing that was pulled is lost."""
+"""An error of the iterator is raised in order, and no pulled batch is lost."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ RIGHT = ["bad 0", 1, 2, "bad 3", "bad 4", 5, 6, 7, 8, "bad 9"]
 
 
 class Corrupt(Exception):
-    """An error of the iterator."""
+    """An error that the iterator raises on purpose."""
 
 
 class Rows(Iterator[int]):
-    """Numbers from 0; those in ``FAILS`` are errors, after which it goes on."""
+    """An iterator over numbers from 0 that raises at those in ``FAILS``, and then continues."""
 
     def __init__(self, count: int = 10) -> None:
         self.count, self.next = count, 0
@@ -44,7 +44,7 @@ class Rows(Iterator[int]):
 
 
 def seen(call: Callable[[], Any]) -> list[Any]:
-    """What a loop sees that calls until the data ends, and goes on after each error."""
+    """Return the batches and errors of a loop that continues after each error to the data's end."""
     found: list[Any] = []
     while True:
         try:

@@ -16,7 +16,7 @@ from tests.support.plans_for_tests import piped, tasks
 
 @contextmanager
 def double_precision() -> Iterator[None]:
-    """As a body that sets the default dtype."""
+    """Use float64 as the default dtype, as a loop's body may."""
     torch.set_default_dtype(torch.float64)
     try:
         yield

@@ -27,12 +27,12 @@ ALL_THREADS = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 
 
 def instruction(name: str) -> Instruction:
-    """A task's instruction on the default lane."""
+    """Return the instruction of a task on the default lane."""
     return Instruction(name, 0, 0, 0, None, (), (), False, False)
 
 
 def ranges(profiled: profile) -> list[str]:
-    """The names of swpipe's ranges in a profile, once for each time that they were opened."""
+    """Return the names of swpipe's ranges in a profile, once per opening."""
     known = {*NAMES, "a"}
     return [event.name for event in profiled.events() if event.name in known]
 
@@ -119,7 +119,7 @@ def test_each_thread_closes_its_own_ranges() -> None:
 
 
 class Domain:
-    """Records calls to an NVTX domain."""
+    """A stand-in for an NVTX domain that records calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -188,7 +188,7 @@ def test_an_added_observer_comes_last() -> None:
 
 
 class Ends(Observer):
-    """Notes which tasks have begun, and which have ended."""
+    """An observer that notes which tasks have begun and which have ended."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []

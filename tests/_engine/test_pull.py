@@ -1,4 +1,4 @@
-"""A thread group of its own pulls the batches: with the same guarantees as the caller's thread."""
+"""A thread group that pulls the batches, with the guarantees of a pull on the caller's thread."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support.sequencer import await_event
 
 
 def double(ctx: IterContext) -> None:
-    """Twice the batch."""
+    """Set ``y`` to twice the batch."""
     ctx.y = 2 * ctx.batch
 
 
 def add(ctx: IterContext) -> None:
-    """And one."""
+    """Add one."""
     ctx.z = ctx.y + 1
 
 
@@ -40,7 +40,7 @@ LAST = replace(PipelinePlan.serial(TASKS), pull_group="loader", pipeline_depth=N
 
 
 class Loader:
-    """Counts what is pulled, and notes who pulls, and whether the caller is in a call."""
+    """An iterator that notes the threads that pull, and whether the caller is in a call."""
 
     def __init__(self, size: int, fails_at: int | None = None) -> None:
         self.size, self.fails_at = size, fails_at
@@ -64,7 +64,7 @@ class Loader:
 
 
 def meeting(meet: threading.Barrier) -> Iterator[int]:
-    """Six batches, of which each from the third on waits for somebody at an earlier one."""
+    """Yield six batches; from the third on, first meet a thread that works on an earlier one."""
     for i in range(6):
         if i >= 2:
             meet.wait()

@@ -1,4 +1,4 @@
-"""Random draws are the same whatever other pipelines do: beside, between, within or left behind."""
+"""Random draws do not depend on other pipelines: beside, between, within or left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ITERATIONS = 6
 
 
 def await_that(condition: Callable[[], bool], what: str) -> None:
-    """Look until it is so, and fail rather than hang."""
+    """Wait until a condition holds, and fail if it takes too long."""
     for _ in range(int(PATIENCE_S / 1e-3)):
         if condition():
             return
@@ -35,12 +35,12 @@ def await_that(condition: Callable[[], bool], what: str) -> None:
 
 
 def somebody_waits() -> bool:
-    """Whether a block waits for access."""
+    """Return whether a block waits for access."""
     return len(randomness._queue) > 1
 
 
 def ahead(depth: int = 3) -> PipelinePlan:
-    """Random task "early" on a worker, some iterations ahead of random task "late"."""
+    """Return a plan of a random task "early" on a worker, ahead of a random task "late"."""
     return PipelinePlan(
         schedule={
             "early": TaskSchedule(stage=0, thread_group="io"),
@@ -51,7 +51,7 @@ def ahead(depth: int = 3) -> PipelinePlan:
 
 
 def drawing(name: str, within: Callable[[IterContext], object] | None = None) -> PipelineTask:
-    """A task that draws before and after it calls ``within``."""
+    """Return a random task that draws before and after it calls ``within``."""
 
     def draw(ctx: IterContext) -> None:
         before = torch.rand(20)
@@ -69,24 +69,24 @@ def pipeline(
     depth: int = 3,
     **options: Any,
 ) -> SWPipeline:
-    """Two random tasks; "late" calls ``within``."""
+    """Return a pipeline of two random tasks, of which "late" calls ``within``."""
     mine = [drawing("early", early), drawing("late", within)]
     return SWPipeline(ahead(depth), mine, seed=seed, **options)
 
 
 def draws(ctx: IterContext) -> list[float]:
-    """What both tasks have drawn."""
+    """Return the draws of both tasks."""
     return [*ctx.early.tolist(), *ctx.late.tolist()]
 
 
 def serial(seed: int, count: int = ITERATIONS) -> list[list[float]]:
-    """What both tasks draw in a serial run."""
+    """Return the draws of both tasks in a serial run."""
     with pipeline(seed) as pipe:
         return [draws(pipe.run_one_serial_iter(None)) for _ in range(count)]
 
 
 class Lending:
-    """Lends access within the block, as a pipeline does within each call."""
+    """A block that lends the thread's access, as each call of a pipeline does."""
 
     def __enter__(self) -> None:
         self._lent = lend_access()
@@ -97,13 +97,13 @@ class Lending:
 
 
 class Meeting:
-    """Random tasks that each draw while another is about to draw too."""
+    """Functions of random tasks that meet: each draws while another is about to draw."""
 
     def __init__(self) -> None:
         self._drawing: set[int] = set()
 
     def of(self, who: int) -> Callable[[IterContext], None]:
-        """Stay until another one draws, or waits until it may; in the first iteration only."""
+        """Return a function that, in iteration 0, waits until another task draws or waits too."""
 
         def meet(ctx: IterContext) -> None:
             if ctx.iter_idx == 0:
@@ -360,7 +360,7 @@ def test_who_waits_for_another_pipelines_access_wakes_at_once(
 
 
 def one_access() -> GeneratorAccess:
-    """What a run has."""
+    """Return the access of a run."""
     return GeneratorAccess(TaskSeeds(7, CpuDevice()), ProgressCounter())
 
 
@@ -382,7 +382,7 @@ def test_an_interrupt_right_after_seeding_loses_no_states(monkeypatch: pytest.Mo
 
 
 def interrupt_at(place: int, act: Callable[[], None]) -> bool:
-    """Raise KeyboardInterrupt at the n-th place in the module; whether there was one."""
+    """Raise KeyboardInterrupt at the n-th instruction in the module; return whether it exists."""
     left = place
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

@@ -22,7 +22,7 @@ PLANS = {"four groups": spread(), "deep": piped(depth=6)}
 
 
 def drawing(name: str) -> PipelineTask:
-    """A task that draws several times, so that two at once would mix."""
+    """Return a task that draws several times, so that concurrent draws would mix."""
 
     def draw(ctx: IterContext) -> None:
         setattr(ctx, name, torch.cat([torch.rand(50) for _ in range(5)]))
@@ -31,7 +31,7 @@ def drawing(name: str) -> PipelineTask:
 
 
 def draws(plan: PipelinePlan, seed: int | None = 7) -> list[torch.Tensor]:
-    """All random numbers of six iterations under a plan."""
+    """Return all random numbers of six iterations under a plan."""
     with SWPipeline(plan, [drawing(name) for name in NAMES], seed=seed) as pipe:
         found = []
         for ctx in pipe.iterate(range(6)):
@@ -40,14 +40,14 @@ def draws(plan: PipelinePlan, seed: int | None = 7) -> list[torch.Tensor]:
 
 
 def serial_draws() -> list[torch.Tensor]:
-    """The same, run serially."""
+    """Return all random numbers of six serial iterations."""
     with SWPipeline(piped(), [drawing(name) for name in NAMES], seed=7) as pipe:
         contexts = [pipe.run_one_serial_iter(batch, batch) for batch in range(6)]
     return [getattr(ctx, name) for ctx in contexts for name in NAMES]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    """Whether two lists of tensors are equal bit for bit."""
+    """Return whether two lists of tensors are equal bit for bit."""
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
@@ -108,7 +108,7 @@ def test_the_generators_are_restored_when_a_task_fails() -> None:
 
 
 def hangs_once(place: Hang) -> PipelineTask:
-    """A task that draws a random number, but in its first run only waits to be released."""
+    """Return a task that draws, but in its first run only waits to be released."""
 
     def draw(ctx: IterContext) -> None:
         if place.inside.is_set():

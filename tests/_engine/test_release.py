@@ -1,4 +1,4 @@
-"""Under a plan with ``keep``, attributes go when no task can use them any more, and not before."""
+"""Under a plan with ``keep``, an attribute is deleted after its last user, and not before."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ BATCHES = 8
 
 
 class Value:
-    """Something that can be seen to go."""
+    """An object with a number that supports weak references."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class Job:
-    """Four tasks: ``x`` is used by two of them, ``y`` by the last one, ``batch`` by the first.
+    """Four tasks: two of them use ``x``, the last one ``y``, the first one ``batch``.
 
     Attributes:
         alive: (task, iteration) to which values of the iteration were alive when it began.
@@ -46,7 +46,7 @@ class Job:
         self._made: dict[int, dict[str, weakref.ref[Any]]] = {}
 
     def batches(self, first: int = 0) -> Iterable[Value]:
-        """Each one nobody else has; for iterations from the first one on."""
+        """Return batches without other references, for iterations from ``first`` on."""
         return (self._batch(i, first + i) for i in range(BATCHES))
 
     def _batch(self, i: int, iteration: int) -> Value:
@@ -81,7 +81,7 @@ class Job:
         ctx.loss = ctx.y.number + ctx.sum
 
     def tasks(self, **reads: Any) -> list[PipelineTask]:
-        """The tasks, saying what they use, or what is given instead."""
+        """Return the tasks with their declared ``reads``, some of which may be replaced."""
         said = {"read": ["batch"], "use": ["x"], "use again": ["x"], "end": ["y", "sum"], **reads}
         functions = {"read": self.read, "use": self.use, "use again": self.use_again}
         functions["end"] = self.end
@@ -93,7 +93,7 @@ LOSSES = [2 * (i + 1) + i + 2 for i in range(BATCHES)]
 
 
 def plan(*stages: int, groups: str = "dddd") -> PipelinePlan:
-    """The tasks in these stages and thread groups; "d" is the caller's."""
+    """Return a plan with these stages and thread groups; "d" is the caller's."""
     names = ("read", "use", "use again", "end")
     entries = {
         name: TaskSchedule(stage, thread_group="default" if group == "d" else group)
@@ -111,7 +111,7 @@ PLANS = {
 
 
 def keeping(name: str, *attributes: str) -> PipelinePlan:
-    """The plan of this name, which keeps these attributes."""
+    """Return the named plan, with ``keep`` set to these attributes."""
     return replace(PLANS[name], keep=attributes)
 
 
@@ -138,7 +138,7 @@ def test_without_keep_all_stays() -> None:
 
 
 class Holding(CpuDevice):
-    """Notes what it is to hold."""
+    """A device that notes the values that it has to hold."""
 
     def __init__(self) -> None:
         self.held: list[Any] = []

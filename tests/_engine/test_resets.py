@@ -17,7 +17,7 @@ PLANS = {
 
 
 class Keeper:
-    """Two tasks that keep each batch between them, outside the context."""
+    """Two tasks that pass each batch through a list outside the context."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.kept: list[int] = []
@@ -46,7 +46,7 @@ class Keeper:
 
 @pytest.fixture(params=PLANS, name="plan")
 def each_plan(request: pytest.FixtureRequest) -> str:
-    """Each plan in turn."""
+    """The name of each plan."""
     name: str = request.param
     return name
 

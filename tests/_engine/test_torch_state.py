@@ -1,4 +1,4 @@
-"""Worker threads see the caller's torch."""
+"""Worker threads use the caller's torch settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USER_SETTING: contextvars.ContextVar[str] = contextvars.ContextVar("user_setting
 
 @contextmanager
 def setting(setter: Callable[[Any], object], value: object, default: object) -> Iterator[None]:
-    """Set something within the block."""
+    """Set a value within the block."""
     setter(value)
     try:
         yield
@@ -32,7 +32,7 @@ def setting(setter: Callable[[Any], object], value: object, default: object) -> 
 
 
 def gradient() -> float:
-    """Of x * x at 1."""
+    """Return the gradient of x * x at 1."""
     x = torch.ones(1, requires_grad=True)
     (x * x).sum().backward()
     assert x.grad is not None
@@ -40,7 +40,7 @@ def gradient() -> float:
 
 
 def hooks_refused() -> str:
-    """What entering hooks raises."""
+    """Return the error of entering saved-tensor hooks, or "nothing"."""
     try:
         with saved_tensors_hooks(lambda x: x, lambda x: x):
             return "nothing"
@@ -49,7 +49,7 @@ def hooks_refused() -> str:
 
 
 class CurrentMesh:
-    """Becomes the thread's current mesh as a ``DeviceMesh`` does, without process groups."""
+    """A stand-in for a ``DeviceMesh`` that becomes the thread's current mesh, without groups."""
 
     def __enter__(self) -> None:
         torch.distributed.device_mesh._mesh_resources.mesh_stack.append(self)  # type: ignore[arg-type]
@@ -216,7 +216,7 @@ class _Function(TorchFunctionMode):
 
 
 class _WithinVmap:
-    """Within a level of ``torch.func.vmap``, as its function is."""
+    """A context manager that enters a level of ``torch.func.vmap``."""
 
     def __enter__(self) -> None:
         torch._C._functorch._vmap_increment_nesting(2, "error")

@@ -11,7 +11,7 @@ from tests.support.sequencer import await_event
 
 
 def waiter(counter: ProgressCounter, count: int) -> tuple[threading.Thread, list[str]]:
-    """A thread that waits for ``count`` and notes how that ended."""
+    """Start a thread that waits for ``count`` and notes how the wait ended."""
     ended: list[str] = []
 
     def wait() -> None:

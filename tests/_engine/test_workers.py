@@ -1,4 +1,4 @@
-"""Groups of several workers: what they do at once, in which order it comes out, what is refused."""
+"""Groups of several workers: what runs at once, the order of results, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ WORKERS = 3
 
 
 class Planted(Exception):
-    """What tests plant."""
+    """An error that a test raises on purpose."""
 
 
 def plan(workers: int = WORKERS, **more: Any) -> PipelinePlan:
-    """Read by several workers, then train on the caller's thread."""
+    """Return a plan that reads on several workers, and trains on the caller's thread."""
     return PipelinePlan(
         {
             "read": TaskSchedule(0, thread_group="io", workers=workers),
@@ -38,7 +38,7 @@ def plan(workers: int = WORKERS, **more: Any) -> PipelinePlan:
 def pipe(
     read: Callable[[IterContext], object], given: PipelinePlan | None = None, **options: Any
 ) -> SWPipeline[Any]:
-    """A pipeline whose first task is pure, and whose second adds up what that has read."""
+    """Return a pipeline of a pure task that reads, and a task that uses the result."""
 
     def run(ctx: IterContext) -> None:
         ctx.x = read(ctx)

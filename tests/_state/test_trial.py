@@ -1,4 +1,4 @@
-"""Optimizers that step in a trial are put back, given or not; what cannot be is refused."""
+"""Optimizers that step in a trial are restored, given or not; others are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swpipe.inference import record
 
 
 class Trainer:
-    """A model and its optimizer, and one iteration."""
+    """A model and its optimizer, with one training step."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -41,7 +41,7 @@ class Trainer:
 
 
 def tried(fn: Callable[..., object], state: Any = (), windows: int = 3) -> int:
-    """Run a task in windows with state restored between them; how many were run."""
+    """Run a task in windows, each of which is restored; return their number."""
     saved = LoopState([], state, CpuDevice())
     for _ in range(windows):
         with saved.trial():
@@ -178,7 +178,7 @@ def test_a_step_on_a_thread_that_python_did_not_start_counts() -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer around another one."""
+    """An optimizer that wraps another one."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._inner = [("", inner)]
@@ -197,7 +197,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class WithStateDict:
-    """An object that restores model and optimizer by itself."""
+    """An object whose state contains that of a model and an optimizer."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._model, self._optimizer = trainer.model, trainer.optimizer

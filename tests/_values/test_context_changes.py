@@ -1,4 +1,4 @@
-"""What a task did to its context is seen, however deep it lies, and nothing else is."""
+"""Changes of a task to its context are found at any depth, and no others are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Batch:
 
 
 class Lazy:
-    """Works out its length when asked, as torchrec's jagged tensors do."""
+    """An object that computes its length on request, like torchrec's jagged tensors."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x

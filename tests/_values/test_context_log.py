@@ -1,4 +1,4 @@
-"""What other threads do to a context is told apart from what the logging thread does."""
+"""Changes to a context by other threads are distinguished from the logging thread's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def context() -> IterContext:
 
 
 def elsewhere(act: Callable[[], None]) -> None:
-    """Runs something on another thread, to the end."""
+    """Run something on another thread, and wait for it."""
     thread = threading.Thread(target=act)
     thread.start()
     thread.join(10)

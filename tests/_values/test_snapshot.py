@@ -1,4 +1,4 @@
-"""State comes back bit for bit, in the same objects."""
+"""State is restored bit for bit, in the same objects."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from swpipe.device import CpuDevice
 
 
 def snapshot_of(*owners: Any) -> Snapshot:
-    """A snapshot of owners, whatever they are called."""
+    """Return a snapshot of owners with arbitrary names."""
     return Snapshot([Owner(f"owner {i}", owner) for i, owner in enumerate(owners)], CpuDevice())
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    """A few steps on whatever."""
+    """Train for a few steps on random inputs."""
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randn(8, 3)).square().mean().backward()
@@ -31,7 +31,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) ->
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two values are equal, tensors by their bits."""
+    """Return whether two values are equal, tensors bit for bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
@@ -42,7 +42,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def net() -> nn.Sequential:
-    """With parameters, buffers and a counter."""
+    """Return a module with parameters, buffers and a counter."""
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
@@ -77,17 +77,17 @@ def test_model_and_optimizer(kind: str, before: int) -> None:
 
 
 def forget(optimizer: torch.optim.Optimizer) -> None:
-    """Begin without momentum."""
+    """Replace the optimizer's state by an empty one."""
     optimizer.state = defaultdict(dict)
 
 
 def new_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Give it other options."""
+    """Replace the optimizer's parameter groups."""
     optimizer.param_groups = [group | {"lr": 0.5} for group in optimizer.param_groups]
 
 
 def load(optimizer: torch.optim.Optimizer) -> None:
-    """Load a state that was saved."""
+    """Load the optimizer's own state."""
     optimizer.load_state_dict(optimizer.state_dict())
 
 
@@ -205,7 +205,7 @@ def test_the_device_is_synchronized() -> None:
 
 
 class Odd(nn.Module):
-    """A module with tensors in all the places where modules keep them."""
+    """A module with tensors in all places where modules keep them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tensors are found in any nesting, and values are built anew with all else kept."""
+"""Tensors are found in any nesting, and values are rebuilt with all other contents."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Frozen:
 
 @dataclass(frozen=True)
 class FrozenDict:
-    """Frozen, and with a __dict__."""
+    """A frozen dataclass with a ``__dict__``."""
 
     x: Tensor
 
 
 @dataclass
 class Output(OrderedDict[str, Any]):
-    """A dictionary and a dataclass in one, as some model libraries give back."""
+    """A dictionary that is a dataclass too, like the outputs of some model libraries."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
@@ -61,7 +61,7 @@ def output(x: Tensor) -> Output:
 
 
 class AttrsStyle:
-    """Looks like a class that attrs made."""
+    """A class that looks as if attrs had made it."""
 
     __attrs_attrs__ = ("x",)
 
@@ -70,7 +70,7 @@ class AttrsStyle:
 
 
 class Private:
-    """A slot whose name Python mangles."""
+    """A class with a slot whose name Python mangles."""
 
     __slots__ = ("__x", "unset")
 
@@ -86,7 +86,7 @@ class Private:
 
 
 class Streamable:
-    """Knows how to record a stream; keeps things beside its tensors."""
+    """A class with ``record_stream`` and an attribute besides its tensor."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -98,7 +98,7 @@ class Streamable:
 
 @dataclass
 class Failure(Exception):
-    """Built on a class in C: where object.__new__ is not allowed, the class's own is used."""
+    """A subclass of a class written in C, which ``object.__new__`` refuses."""
 
     x: Tensor
 
@@ -109,13 +109,13 @@ class Opaque:
 
 
 class Batch(list[Tensor]):
-    """A list with something more to it."""
+    """A list with an additional attribute."""
 
     label = "none"
 
 
 class Sized(tuple[Tensor, ...]):
-    """A tuple that can be made only in its own way, and has an attribute."""
+    """A tuple with a constructor of its own and an attribute."""
 
     def __new__(cls, first: Tensor, second: Tensor) -> Sized:
         made = super().__new__(cls, (first, second))
@@ -126,7 +126,7 @@ class Sized(tuple[Tensor, ...]):
 
 
 class Registered:
-    """A class that torch's pytree is told of, made from its children alone."""
+    """A class that is registered with torch's pytree, and made from its children alone."""
 
     def __init__(self, x: Tensor, name: str) -> None:
         self.x, self.name = x, name
@@ -233,17 +233,17 @@ def test_containers_are_new_and_other_objects_are_leaves() -> None:
 
 
 class Movable:
-    """With a ``to``, in some way or other."""
+    """An object with a ``to`` method."""
 
     __slots__ = ()
 
     def to(self, place: Any) -> Any:
-        """Elsewhere."""
+        """Raise an error: nothing may move the object."""
         raise AssertionError(place)
 
 
 class Slotted(Movable):
-    """Without a dictionary of attributes."""
+    """A subclass without a dictionary of attributes."""
 
     __slots__ = ("x",)
 
@@ -252,13 +252,13 @@ class Slotted(Movable):
 
 
 class Averages(Movable):
-    """With a state; whoever restores it wants this object."""
+    """An object with a state; restoring it needs the same object."""
 
     def __init__(self, x: Any) -> None:
         self.x = x
 
     def state_dict(self) -> dict[str, Any]:
-        """What it holds."""
+        """Return the state."""
         return {"x": self.x}
 
 
@@ -345,7 +345,7 @@ def test_nodes_have_names_and_children() -> None:
 
 
 class OnDevice(Tensor):
-    """A tensor that says it is on an accelerator and notes the streams that are recorded on it."""
+    """A tensor that claims to be on an accelerator, and notes the streams recorded on it."""
 
     recorded: list[str]
     is_cpu = False  # type: ignore[assignment]
@@ -392,7 +392,7 @@ def test_the_gradient_of_a_leaf_is_recorded_with_it_and_that_of_a_parameter_is_n
 
 
 class Hiding:
-    """Holds tensors where nobody sees them."""
+    """An object with tensors that the walk does not find."""
 
     def __init__(self, shown: object) -> None:
         self.hidden = Opaque(x())

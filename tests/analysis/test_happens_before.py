@@ -1,4 +1,4 @@
-"""The order that a compiled program makes sure of, against clocks carried by real runs of it."""
+"""The order that a compiled program guarantees, compared with clocks of real runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLANS = 40
 
 
 class Watch:
-    """Tasks that note, at each run, what their thread and their stream know by then.
+    """Tasks that record in each run what their thread and their stream know.
 
     Attributes:
         called: (task, iteration) to the clock of its thread when it was called.
@@ -41,7 +41,7 @@ class Watch:
         self._device = device
 
     def tasks(self, names: Iterable[str]) -> list[PipelineTask]:
-        """One for each name."""
+        """Return a task for each name."""
         return [PipelineTask(name, partial(self._run, name)) for name in names]
 
     def _run(self, name: str, ctx: IterContext) -> None:
@@ -53,7 +53,7 @@ class Watch:
 
 
 def watched(plan: PipelinePlan, iterations: int, seed: int) -> Watch:
-    """What the clocks said in one run on the virtual device."""
+    """Return the clocks of one run on the virtual device."""
     device = VirtualDevice(seed)
     watch = Watch(device)
     tasks = watch.tasks(plan.schedule)
@@ -69,7 +69,7 @@ def watched(plan: PipelinePlan, iterations: int, seed: int) -> Watch:
 
 
 def random_plans() -> Iterable[PipelinePlan]:
-    """Plans of all kinds; half of them without the dependences that their work would need."""
+    """Yield plans of all kinds; half of them lack the dependences that their work needs."""
     for seed in seeds("plans", PLANS):
         case = random_case(seed, 6) if seed % 3 else worked_case(seed, 6)
         plan = replace(case.plan, keep=None)
@@ -81,7 +81,7 @@ def random_plans() -> Iterable[PipelinePlan]:
 
 
 def replace_lists(plan: PipelinePlan, **changes: object) -> PipelinePlan:
-    """The plan with some of its lists changed."""
+    """Return the plan with some of its lists changed."""
     return PipelinePlan.from_dict({**plan.to_dict(), **changes})
 
 
@@ -126,7 +126,7 @@ def test_what_holds_in_the_shortest_run_holds_in_longer_ones() -> None:
 
 
 def two_streams(**more: object) -> PipelinePlan:
-    """A on one stream, B on another, both on the caller's thread."""
+    """Return a plan of tasks a and b on two streams, both on the caller's thread."""
     return PipelinePlan(
         schedule={"a": TaskSchedule(stream="left"), "b": TaskSchedule(stream="right")},
         order=["a", "b"],

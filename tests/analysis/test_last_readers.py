@@ -1,4 +1,4 @@
-"""Attributes go at the first place that comes after all their users, whatever the interleaving."""
+"""Attributes are deleted at the first place after all their users, in every interleaving."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEPS = [("left", "load"), ("right", "load"), ("join", "left"), ("join", "right")
 def plan(
     stages: Sequence[int] = (0, 1, 1, 2, 2), groups: str = "abccc", streams: str = "-----"
 ) -> PipelinePlan:
-    """The tasks on thread groups and streams of one letter; "c" is the caller's, "-" as well."""
+    """Return a plan on thread groups and streams of one letter: "c" and "-" are the caller's."""
     entries = {
         name: TaskSchedule(
             stage,
@@ -41,7 +41,7 @@ def plan(
 
 
 def uses(**changed: Sequence[str] | None) -> Mapping[str, frozenset[str] | None]:
-    """What the tasks use."""
+    """Return the attributes that the tasks use."""
     said = {**USES, **changed}
     return {name: None if names is None else frozenset(names) for name, names in said.items()}
 
@@ -49,7 +49,7 @@ def uses(**changed: Sequence[str] | None) -> Mapping[str, frozenset[str] | None]
 def places(
     of: PipelinePlan, *, streams: bool = False, **changed: Sequence[str] | None
 ) -> dict[str, str]:
-    """Attribute to the task at which it goes."""
+    """Return, for each attribute, the task at which it is deleted."""
     before = HappensBefore.of(resolve_plan(of), streams=streams)
     return {} if of.keep is None else going(before, uses(**changed), of.keep)
 

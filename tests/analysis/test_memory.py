@@ -1,4 +1,4 @@
-"""How much the iterations in flight hold at most."""
+"""The maximum memory of the iterations in flight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 2**20
 def chain(
     stages: tuple[int, ...], groups: tuple[str, ...] | None = None, depth: int | None = None
 ) -> PipelinePlan:
-    """Tasks a, b, c ..., each after the one before; on one thread unless told otherwise."""
+    """Return a plan of tasks a, b, c ... in sequence; on one thread by default."""
     names = "abcdef"[: len(stages)]
     groups = groups or ("default",) * len(stages)
     return PipelinePlan(
@@ -36,7 +36,7 @@ def chain(
 
 
 def copies(plan: PipelinePlan, *blocks: Block, streams: bool = False) -> int:
-    """How many copies there are of the one block."""
+    """Return the number of copies of the single block."""
     (held,) = bytes_in_flight(
         HappensBefore.of(resolve_plan(plan), streams=streams), TaskMemory(blocks)
     ).held
@@ -44,7 +44,7 @@ def copies(plan: PipelinePlan, *blocks: Block, streams: bool = False) -> int:
 
 
 def deleted(begin: str, end: str) -> Block:
-    """An attribute that one task sets and another one deletes."""
+    """Return an attribute that one task sets and another one deletes."""
     return Block(begin, end, 8, "x", removed=True)
 
 
@@ -145,7 +145,7 @@ BIG = TaskMemory(
 
 
 def problem(plan: PipelinePlan, budget_bytes: int, *, streams: bool = True) -> str:
-    """The text of the one problem."""
+    """Return the text of the single problem."""
     (found,) = memory_problems(
         HappensBefore.of(resolve_plan(plan), streams=streams), BIG, budget_bytes
     )

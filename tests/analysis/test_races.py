@@ -1,4 +1,4 @@
-"""A plan is refused exactly if some interleaving breaks the serial order where it matters."""
+"""A plan is refused exactly if some interleaving breaks a serial order that matters."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ CHANGES_MODEL = Effects(reads=frozenset({MODEL}), writes=frozenset({MODEL}))
 
 
 def named(problems: list[Problem]) -> set[frozenset[str]]:
-    """The pairs of tasks that problems name."""
+    """Return the pairs of tasks that problems name."""
     return {frozenset(problem.tasks) for problem in problems}
 
 
 def order_problems(
     plan: PipelinePlan, effects: Mapping[str, Effects], *, streams: bool | None = None
 ) -> list[Problem]:
-    """What is wrong with the order that a plan keeps."""
+    """Return the problems with the order that a plan keeps."""
     return race_problems(effects, guarantees(resolve_plan(plan), streams))
 
 
@@ -165,7 +165,7 @@ def test_a_plan_that_loses_an_edge_it_needs_is_refused_for_that_pair(streams: bo
 
 
 def shifted_pair(seed: int) -> tuple[PipelinePlan, dict[str, Effects]]:
-    """Tasks that use one state, few of them in order, and a plan that allows shifted reads."""
+    """Return tasks with one state, few of them in order, and a plan that allows shifted reads."""
     rng = random.Random(seed)
     names = ["a", "b", "c"][: rng.choice((2, 2, 3))]
     plan = PipelinePlan(
@@ -228,7 +228,7 @@ def test_a_shift_is_allowed_exactly_if_it_is_the_same_in_every_interleaving(
 def two(
     first: TaskSchedule | None = None, then: TaskSchedule | None = None, **more: object
 ) -> PipelinePlan:
-    """Two tasks; on threads of their own unless told otherwise."""
+    """Return a plan of two tasks; by default on threads of their own."""
     schedule = {"a": first or TaskSchedule(thread_group="io"), "b": then or TaskSchedule()}
     return PipelinePlan(schedule=schedule, **more)  # type: ignore[arg-type]
 
@@ -236,7 +236,7 @@ def two(
 def says(
     plan: PipelinePlan, effects: Mapping[str, Effects], *, streams: bool | None = False
 ) -> list[str]:
-    """The texts of the problems."""
+    """Return the texts of the problems."""
     return [problem.text for problem in order_problems(plan, effects, streams=streams)]
 
 
@@ -270,7 +270,7 @@ CHANGED_THEN_READ = {"a": CHANGES_MODEL, "b": READS_MODEL}
 
 
 def apart(stage: int, **shift: object) -> PipelinePlan:
-    """Two tasks in this order in a period, the second one in a later stage."""
+    """Return a plan of two tasks in this order in a period, the second in a later stage."""
     return two(TaskSchedule(), TaskSchedule(stage), order=["a", "b"], **shift)
 
 
@@ -439,7 +439,7 @@ def test_serial_order_is_that_of_the_pipeline() -> None:
 
 
 def declaring(name: str, mode: Mode) -> PipelineTask:
-    """A task that declares what it does with the model."""
+    """Return a task that declares its use of the model."""
     return PipelineTask(name, lambda ctx: None, io=[DeclaredIO(state="model", mode=mode)])
 
 

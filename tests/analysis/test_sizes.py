@@ -1,4 +1,4 @@
-"""Large plans: what is refused, how long messages are, and how much work a check does."""
+"""Large plans: what is refused, the length of messages, and the work of a check."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODEL = CostModel({})
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> list[int]:
-    """Counts the calls of a function from here on."""
+    """Count the calls of a function from here on."""
     calls = [0]
     function = getattr(where, name)
 
@@ -45,7 +45,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> list[int]
 
 
 def two_groups(stages: int) -> PipelinePlan:
-    """A chain of as many tasks as stages; the first half on a thread group of its own."""
+    """Return a chain with a stage per task, whose first half has a thread group of its own."""
     names = NAMES[:stages]
     return PipelinePlan(
         {

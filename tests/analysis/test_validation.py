@@ -1,4 +1,4 @@
-"""What cannot run is refused before the first batch: everything at once, with the grid."""
+"""Plans that cannot run are refused before the first batch: all problems at once, with the grid."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SECOND = torch.Stream(stream_id=0, device_index=1, device_type=1)
 
 
 def one(**fields: Any) -> dict[str, TaskSchedule]:
-    """A schedule of task "a" alone."""
+    """Return a schedule of task "a" alone."""
     return {"a": TaskSchedule(**fields)}
 
 
 class Refused(NamedTuple):
-    """A plan by its fields, for the tasks of its schedule, and words that the refusal has."""
+    """A case: the fields of a plan, its tasks, and words of the refusal."""
 
     says: tuple[str, ...]
     plan: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Plans that are verified: those that ship, one edge less at a time, and what else can be wrong."""
+"""Plans that pass verification: the shipped ones, variants with an edge less, and faults."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ STATES = {"model", "optimizer", "gradients", "histogram", "guard", "tables", "ca
 
 
 def touching(reads: str = "", writes: str = "") -> Effects:
-    """Effects from names between spaces; ``STATES`` outlive an iteration."""
+    """Return effects from names between spaces; those in ``STATES`` outlive an iteration."""
     return Effects(frozenset(places(reads.split())), frozenset(places(writes.split())))
 
 
 def places(names: Iterable[str]) -> Iterable[Location]:
-    """What these names stand for."""
+    """Return the locations of these names."""
     return (Location(name, name in STATES) for name in names)
 
 
@@ -98,7 +98,7 @@ SPLIT = {
 
 
 def on_paper(plan: PipelinePlan) -> dict[str, Effects]:
-    """Effects that ask for just the dependences of a plan: what each consumer reads, of each."""
+    """Return effects that require exactly the dependences of a plan."""
     table = dict.fromkeys(plan.schedule, Effects())
     for consumer, producer, distance in (
         *((*pair, 0) for pair in plan.deps),
@@ -132,7 +132,7 @@ NEEDED = {
 
 
 def named(error: PlanError) -> set[frozenset[str]]:
-    """The pairs that a refusal names."""
+    """Return the pairs that a refusal names."""
     return {frozenset(problem.tasks) for problem in error.problems}
 
 
@@ -178,7 +178,7 @@ def test_serial_is_right_whatever_the_tasks_touch() -> None:
 
 
 def unconnected(**more: object) -> PipelinePlan:
-    """Two tasks on threads of their own."""
+    """Return a plan of two tasks on threads of their own."""
     schedule = {"a": TaskSchedule(thread_group="io"), "b": TaskSchedule()}
     return PipelinePlan(schedule=schedule, **more)  # type: ignore[arg-type]
 
@@ -305,7 +305,7 @@ AHEAD = PipelinePlan(
 
 
 def named_by(name: str, mode: Any = "rw", **more: Any) -> PipelineTask:
-    """A task that names the state "scale"."""
+    """Return a task that declares the state "scale"."""
     return PipelineTask(name, print, io=[DeclaredIO(state="scale", mode=mode, **more)])
 
 
@@ -552,7 +552,7 @@ def test_what_is_declared_proves_nothing_of_a_silent_task_away_from_the_body(
 
 
 def functions_called(make: Callable[[], Any]) -> Counter[str]:
-    """The functions of swpipe that are called meanwhile; comprehensions have no frame in 3.12."""
+    """Return how often ``make`` calls each function of swpipe, except comprehensions."""
     package, found = str(Path(swpipe.__file__).parent), Counter[str]()
 
     def count(frame: FrameType, event: str, argument: object) -> None:

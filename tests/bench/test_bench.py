@@ -1,4 +1,4 @@
-"""The benchmarks run, at sizes too small to tell anything; what they compute is right."""
+"""The benchmarks run at sizes too small to be meaningful; what they compute is right."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PLAN = PipelinePlan(
 
 
 def sums() -> list[PipelineTask]:
-    """Each iteration adds to those before."""
+    """Return tasks in which each iteration adds to the sum of the earlier ones."""
     seen = [0]
 
     def square(ctx: IterContext) -> None:
@@ -65,7 +65,7 @@ def sums() -> list[PipelineTask]:
 
 
 def totals(engine: dispatch.Engine, iterations: int) -> list[int]:
-    """What the engine hands out, up to the end of the data."""
+    """Return the labels that the engine returns, up to the end of the data."""
     data = iter(range(iterations))
     found = []
     while True:
@@ -91,7 +91,7 @@ def test_a_stand_in_runs_the_same_plan_to_the_same_end(stand_in: dispatch.StandI
 
 
 def intervals(folder: Path) -> list[Row]:
-    """Of tasks that block, and of real work."""
+    """Measure the intervals of tasks that block, and of real work."""
     case = interval.CASES[0]
     tasks = data_bound.loop_tasks()
     return [

@@ -15,7 +15,7 @@ PLAIN = Row("what", "1 us", "queue 2 us", Spread(0.5, 0.4, 0.6), 0.8)
 
 
 def ratio(what: str, *medians: float) -> list[Row]:
-    """A row per run of the benchmark."""
+    """Return a row for each run of a benchmark."""
     return [Row(what, "", "", Spread(m, m, m)) for m in medians]
 
 

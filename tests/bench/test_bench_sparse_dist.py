@@ -1,4 +1,4 @@
-"""The benchmarks on two ranks run, at sizes too small to tell anything; their bounds are right."""
+"""The benchmarks on two ranks run at sizes too small to be meaningful; their bounds are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The emulated link: late handles, free cores, and no exchange of TorchRec's that goes past it."""
+"""The emulated link: late handles, idle cores, and no exchange of TorchRec's that avoids it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _exchange(async_op: bool) -> tuple[torch.Tensor, dist.Work | None]:
 
 
 class Clock:
-    """Stands in for the link's ``time``: it goes on only when somebody sleeps.
+    """A stand-in for the link's ``time`` that advances only when a thread sleeps.
 
     Attributes:
         slept_ms: Each sleep.
@@ -104,7 +104,7 @@ Calls = dict[str, tuple[int, int]]
 
 
 def _seen(model: str, steps: int) -> tuple[Calls, Calls]:
-    """All-to-alls and all-reduces of some steps: as torch's profiler counts them, and the link."""
+    """Return the collectives of some steps as counted by torch's profiler and by the link."""
     from torch.profiler import ProfilerActivity, profile
 
     from bench.contenders import CONTENDERS, streams_on_a_cpu

@@ -34,7 +34,7 @@ needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="n
 
 
 def run(*args: object) -> int:
-    """Run the command line; its exit code."""
+    """Run the command line, and return its exit code."""
     with pytest.raises(SystemExit) as caught:
         main([str(arg) for arg in args])
     code = caught.value.code
@@ -43,7 +43,7 @@ def run(*args: object) -> int:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
-    """Run what must be refused: exit code 2 and one line after its progress; the line."""
+    """Run a command, check that it is refused with exit code 2 in one line, and return the line."""
     assert run(*args) == 2
     told = capsys.readouterr().err.splitlines()
     progress = re.compile(r"\s*$|training|tuning|trying|(\S+: )?(recording|measuring) ")
@@ -54,7 +54,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 
 
 def out(capsys: pytest.CaptureFixture[str], *args: object) -> str:
-    """What a command prints that succeeds."""
+    """Return what a successful command prints."""
     assert run(*args) == 0
     return capsys.readouterr().out
 
@@ -208,7 +208,7 @@ COMMANDS = {
 
 
 def every_command() -> Iterator[list[str]]:
-    """The words of each command."""
+    """Yield the words of each command."""
     for group, names in COMMANDS.items():
         yield from ([*group.split(), name] for name in ["", *sorted(names - {"plan"})])
 

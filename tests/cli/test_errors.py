@@ -1,4 +1,4 @@
-"""Mistakes at the command line: told in one line, with exit code 2, before any work is done."""
+"""Mistakes at the command line: reported in one line, with exit code 2, before any work."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ FILES = {
 
 
 def checked(line: str, said: str) -> None:
-    """A line that a terminal can show, with these words."""
+    """Check that a line has these words, and that a terminal can show it."""
     assert said in line
     assert len(line) <= MOST_IN_ONE_LINE
     assert line.isprintable()
@@ -184,7 +184,7 @@ def test_a_file_that_is_no_plan_or_cost_model_is_refused_in_a_line(
 
 @pytest.fixture
 def as_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables that torchrun sets, as a container of a cluster may have them."""
+    """Set the variables of torchrun, as a container of a cluster may have them."""
     for name, value in RANKS.items():
         monkeypatch.setenv(name, value)
 

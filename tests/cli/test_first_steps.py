@@ -1,4 +1,4 @@
-"""What a new user types first: the demo with torch alone, an own loop; what README looks like."""
+"""The first commands of a new user: the demo with torch alone, and a loop of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Typed(TypedContext):
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A module ``my_loop`` with loops; how often one was asked for."""
+    """Create a module ``my_loop`` with loops; return a list that grows with each call."""
     calls: list[int] = []
 
     def loop(batches: Any = (1.0, 2.0, 3.0) * 8, log: bool = True) -> tuple[Any, ...]:
@@ -92,7 +92,7 @@ def test_train_tells_what_a_loop_of_ones_own_lacks(
 
 @pytest.fixture
 def quick_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few images are drawn, and no task is measured."""
+    """Draw few images, and measure no task."""
     result = ProfileResults([RESULT])
     monkeypatch.setattr(app, "profile_job", lambda *given, **options: result)
     monkeypatch.setattr(images, "_DIFFERENT", 4)

@@ -28,7 +28,7 @@ from tests.support.servers import ROOT
 
 
 class Done(NamedTuple):
-    """How a job ended.
+    """The result of a job.
 
     Attributes:
         out: What was printed.
@@ -42,7 +42,7 @@ class Done(NamedTuple):
 
     @property
     def told(self) -> list[str]:
-        """What swpipe said on stderr."""
+        """The lines of swpipe on stderr."""
         return [line for line in self.err.splitlines() if line.startswith("swpipe: ")]
 
 
@@ -99,7 +99,7 @@ QUICKLY = f"import swpipe.tuning.autotuning as a; {QUICK}; {MAIN}"
 
 
 def on_two_ranks(scripts: Scripts, *args: object, code: str = MAIN, folder: Path = ROOT) -> Done:
-    """Run the command line on two ranks, which are told what torchrun tells them."""
+    """Run the command line on two ranks, with the variables that torchrun sets."""
     one = Script(code, args=[*map(str, args)], folder=str(folder))
     ranks = [replace(one, environment=told) for told in as_torchrun(2)]
     ended = scripts.run_together(ranks)
@@ -254,7 +254,7 @@ def test_a_rank_that_raises_ends_at_once_where_the_store_is_gone(scripts: Script
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torchrun says to a job's only rank; a rank that fails ends in SystemExit."""
+    """Set torchrun's variables for a single rank; a rank that fails ends in SystemExit."""
     told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     told["TORCHELASTIC_RUN_ID"] = "here"
     for name, value in {**told, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():

@@ -62,7 +62,7 @@ def test_what_cannot_be_compared_is_refused(
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the machine's own is found."""
+    """Hide the load and the environment of this machine."""
     monkeypatch.setattr("swpipe.profiler.rounds.load_so_far", lambda **given: None)
     bare_environment(monkeypatch)
 

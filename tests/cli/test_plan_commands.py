@@ -102,7 +102,7 @@ PLAN = PipelinePlan.from_dict(
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a workload of the user's own, costs and a plan; the current one."""
+    """A current directory with a workload of the user's, costs and a plan."""
     (tmp_path / "my_loop.py").write_text(LOOP)
     COSTS.save(tmp_path / "costs.json")
     PLAN.save(tmp_path / "plan.toml")

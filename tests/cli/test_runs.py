@@ -1,4 +1,4 @@
-"""Runs of a job under its plans: turns, what is compared, and how it is told."""
+"""Runs of a job under its plans: turns, comparisons, and their texts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLANS: dict[str, Any] = {
 
 
 class SumJob:
-    """Learns the sum of its rows."""
+    """A job that learns the sum of its rows."""
 
     epoch_steps = 5
 
@@ -54,7 +54,7 @@ JOB: Any = SumJob
 
 @pytest.fixture
 def runs() -> Iterator[list[JobRun]]:
-    """Under the serial and under the pipelined plan."""
+    """Runs under the serial and under the pipelined plan."""
     runs = [JobRun(name, JOB(), make(), 30) for name, make in PLANS.items()]
     with runs[0].pipe, runs[1].pipe:
         yield runs
@@ -133,7 +133,7 @@ def test_one_bit_is_a_difference(runs: list[JobRun]) -> None:
 
 
 def _told(runs: list[JobRun], *turns: list[float]) -> list[list[str]]:
-    """The table's rows and the line on the speed, of turns of these speeds; others as they are."""
+    """Return the table's rows and the line on the speed, for turns of these speeds."""
     for run, speeds in zip(runs, turns, strict=True):
         run.losses, run.turns_s = [1.0, 0.5], [1 / speed for speed in speeds]
     head, _, *rest = report_of(runs).splitlines()

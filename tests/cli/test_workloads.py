@@ -1,4 +1,4 @@
-"""What commands measure of a workload, and what they say of a plan that was tuned for it."""
+"""What commands measure of a workload, and their text on a plan that was tuned for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTEXT: Any = SimpleNamespace(obj=None)
 
 
 class Unknown:
-    """A loader of a class of which nothing is known."""
+    """A loader of an unknown class."""
 
     def __iter__(self) -> Iterator[int]:
         return iter([1])

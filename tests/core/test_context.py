@@ -1,4 +1,4 @@
-"""Contexts of a class of the user's: in every kind of run, and what a class may not have."""
+"""Context classes of the user: in every kind of run, and what such a class may not have."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ BATCHES = [1, 2, 3, 4]
 
 
 class Ctx(TypedContext):
-    """Attributes, a default, a method, and a property that can be set."""
+    """A context with attributes, a default, a method, and a property with a setter."""
 
     x: torch.Tensor
     y: torch.Tensor
     hits: int = 0
 
     def double(self) -> torch.Tensor:
-        """Reads ``x``."""
+        """Return twice ``x``."""
         return 2 * self.x
 
     @property
     def total(self) -> float:
-        """Reads ``y``."""
+        """The value of ``y``."""
         return float(self.y.sum())
 
     @total.setter
@@ -53,19 +53,19 @@ class Ctx(TypedContext):
 
 @task
 def make(ctx: Ctx) -> None:
-    """Sets ``x``."""
+    """Set ``x``."""
     ctx.x = torch.full((2,), float(ctx.batch))
 
 
 @task
 def compute(ctx: Ctx) -> None:
-    """Reads ``x`` in a method; sets ``y`` in a property."""
+    """Read ``x`` by a method, and set ``y`` by a property."""
     ctx.total = float(ctx.double().sum())
 
 
 @task
 def count(ctx: Ctx) -> None:
-    """Reads ``y`` in a property; reads a default, and sets it."""
+    """Read ``y`` by a property; read and set an attribute with a default."""
     ctx.hits = ctx.hits + int(ctx.total)
 
 
@@ -82,7 +82,7 @@ HITS = [4 * batch for batch in BATCHES]
 
 
 def pipeline(plan: PipelinePlan = PLAN) -> SWPipeline[Ctx]:
-    """A pipeline with contexts of the class above."""
+    """Return a pipeline with contexts of the class above."""
     return SWPipeline(plan, TASKS, device="cpu", context=Ctx)
 
 
@@ -120,12 +120,12 @@ def test_profiles_and_autotune_work_with_the_class() -> None:
 
 
 def recorded(*tasks: PipelineTask, context: type[TypedContext] | None = Ctx) -> Recording:
-    """A recording with contexts of a class."""
+    """Return a recording with contexts of a class."""
     return record(tasks, 1, device="cpu", context=context)
 
 
 def effects(recording: Recording, name: str) -> tuple[set[str], set[str]]:
-    """The attributes that a task reads and writes."""
+    """Return the attributes that a task reads and writes."""
     found = recording.effects[name]
     reads, writes = (
         {str(place) for place in places if not place.persistent}
@@ -222,25 +222,25 @@ def test_an_attribute_that_is_not_set_is_named() -> None:
 
 @dataclass
 class Data(TypedContext):
-    """A dataclass."""
+    """A context class that is a dataclass."""
 
     loss: float
 
 
 class Slotted(TypedContext):
-    """With slots."""
+    """A context class with slots."""
 
     __slots__ = ("loss",)
 
 
 class Shared(TypedContext):
-    """With a list for all iterations."""
+    """A context class with a list that all iterations share."""
 
     losses: list[float] = []  # noqa: RUF012
 
 
 class Greedy(TypedContext):
-    """Wants one argument too many."""
+    """A context class whose ``__init__`` takes a third argument."""
 
     def __init__(self, batch: Any, iter_idx: int, loss: float) -> None:
         super().__init__(batch, iter_idx)
@@ -270,7 +270,7 @@ def test_all_that_is_wrong_with_a_class_is_told_at_once() -> None:
     """One line for each reason."""
 
     class Both(Slotted, Shared):
-        """With slots and a list."""
+        """A context class with slots and a shared list."""
 
     with pytest.raises(TypeError) as raised:
         SWPipeline(PLAN, TASKS, device="cpu", context=Both)

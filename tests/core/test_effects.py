@@ -1,4 +1,4 @@
-"""What tasks touch, and the conflicts that follow."""
+"""The effects of tasks, and the conflicts that follow from them."""
 
 from __future__ import annotations
 

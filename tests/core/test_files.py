@@ -19,7 +19,7 @@ not_root = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhe
 
 
 def mode(path: Path) -> int:
-    """The permissions of a file."""
+    """Return the permissions of a file."""
     return stat.S_IMODE(path.stat().st_mode)
 
 

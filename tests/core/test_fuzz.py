@@ -1,4 +1,4 @@
-"""Whatever a plan or a cost file contains: it is read, or refused with a short message."""
+"""Any plan or cost file is read, or refused with a short message."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ MODEL = CostModel({"a": TaskCost(host_us=30, gil_us=10, resources=("h2d",))}, ha
 
 
 def read_plan(text: str, *, toml: bool) -> None:
-    """Read, validate and compile a plan; every error is one that the readers name."""
+    """Read, validate and compile a plan; any error is of a type that the readers name."""
     try:
         plan = PipelinePlan.from_toml(text) if toml else PipelinePlan.from_json(text)
         resolved = validate(plan)
@@ -75,7 +75,7 @@ def read_plan(text: str, *, toml: bool) -> None:
 
 
 def read_costs(text: str) -> None:
-    """Read a cost model; sums of its times are finite."""
+    """Read a cost model, and check that sums of its times are finite."""
     try:
         model = CostModel.from_json(text)
     except (ValueError, RecursionError) as error:  # PlanError, and those of the parser

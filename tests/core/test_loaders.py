@@ -29,34 +29,34 @@ ROWS: Dataset[Any] = TensorDataset(torch.arange(12.0))
 
 
 class Stream(IterableDataset[Tensor]):
-    """Rows without a length."""
+    """A dataset of rows without a length."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.arange(12.0))
 
 
 class OwnSampler(Sampler[int]):
-    """Code of a user's."""
+    """A sampler of a user's own."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(12))
 
 
 class OwnLoader(DataLoader[Any]):
-    """A subclass, which may override anything."""
+    """A subclass of a loader, which may override anything."""
 
 
 class OwnList(list[Any]):
-    """Likewise."""
+    """A subclass of a list, which may override anything."""
 
 
 def loader(**options: Any) -> DataLoader[Any]:
-    """A loader with a worker."""
+    """Return a loader with a worker."""
     return DataLoader(ROWS, **({"num_workers": 1} | options))
 
 
 def generator() -> torch.Generator:
-    """One that a user gives."""
+    """Return a generator, as a user gives one."""
     return torch.Generator().manual_seed(0)
 
 

@@ -1,4 +1,4 @@
-"""A field that is added to ``TaskSchedule`` survives, and counts, without anybody naming it."""
+"""A field that is added to ``TaskSchedule`` is kept and compared without further changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swpipe.planning.modulo.auto import auto_plan
 
 @dataclass(frozen=True, slots=True)
 class Extended(TaskSchedule):
-    """A schedule with a field of each kind that a file can hold."""
+    """A schedule with a field of each type that a file can hold."""
 
     weight: int = 1
     cores: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ class Extended(TaskSchedule):
 
 @pytest.fixture(autouse=True)
 def extended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library as it would be with the fields."""
+    """Replace ``TaskSchedule`` in the library by the extended class."""
     for name, module in list(sys.modules.items()):
         if (
             name.startswith(("swpipe.", "bench."))
@@ -39,7 +39,7 @@ def extended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def paper() -> PipelinePlan:
-    """The paper's plan; each task has a weight of its own."""
+    """Return the paper's plan, with a weight for each task."""
     plan = recsys14.plan()
     schedule = {
         name: Extended(
@@ -57,7 +57,7 @@ def paper() -> PipelinePlan:
 
 
 def added(plan: PipelinePlan) -> dict[str, Any]:
-    """Task to what stands in the new fields."""
+    """Return the values of the new fields, by task."""
     entries: Any = plan.schedule
     return {name: (entry.weight, entry.cores, entry.note) for name, entry in entries.items()}
 

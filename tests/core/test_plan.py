@@ -1,4 +1,4 @@
-"""A plan is pure data: it reads and writes itself unchanged, and says at once what is malformed."""
+"""A plan is plain data: it reads and writes itself unchanged, and reports what is malformed."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from swpipe.core.progress import progress_bar
 
 
 def count_to(total: int | None, **given: object) -> None:
-    """A bar that counts to three."""
+    """Show a bar that counts to three."""
     with progress_bar("training", " steps", total, **given) as bar:
         for _ in range(3):
             bar.update()

@@ -1,4 +1,4 @@
-"""What follows from a plan is derived once."""
+"""The properties of a plan are derived once."""
 
 from __future__ import annotations
 

@@ -23,13 +23,13 @@ NOTE = DeclaredIO(state="log")
 
 @task
 def double(ctx: Any) -> None:
-    """Sets ``y``."""
+    """Set ``y`` to twice the batch."""
     ctx.y = 2 * ctx.batch
 
 
 @task(io=[NOTE], random=True)
 def noise(ctx: Any) -> None:
-    """Sets ``noise``."""
+    """Set ``noise``."""
     ctx.noise = float(torch.rand(()))
 
 
@@ -73,7 +73,7 @@ def test_a_method_is_refused_with_the_mend() -> None:
         class Job:
             @task  # type: ignore[arg-type]
             def read(self, ctx: Any) -> None:
-                """Sets nothing."""
+                """Do nothing."""
 
 
 @pytest.mark.parametrize("given", ["forward", 3, [print]])

@@ -1,4 +1,4 @@
-"""What tasks hold, as data."""
+"""The memory of tasks, as data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a type checker sees: ``mypy --strict`` over small programs of a user."""
+"""The view of a type checker: ``mypy --strict`` over small programs of a user."""
 
 from __future__ import annotations
 
@@ -169,13 +169,13 @@ PROGRAMS = {"typed": TYPED, "free": FREE, "misspelt": MISSPELT, "wrong": WRONG}
 
 
 def marked(text: str) -> list[int]:
-    """The lines at which a program is wrong."""
+    """Return the lines at which a program is wrong."""
     return [n for n, line in enumerate(text.splitlines(), 1) if line.endswith("# here")]
 
 
 @pytest.fixture(scope="module", name="errors")
 def errors_by_line(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]:
-    """What ``mypy --strict`` reports of each program: line to message."""
+    """Return the errors of ``mypy --strict`` in each program, by line."""
     folder = tmp_path_factory.mktemp("types")
     (folder / "mypy.ini").write_text(CONFIG)
     for name, text in PROGRAMS.items():

@@ -1,4 +1,4 @@
-"""The copy of batches, and the buffers that it writes again, on a device that is late."""
+"""The copy of batches, and the buffers that it reuses, on a device that is late."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swpipe.device.pinned_pool import PinnedPool, Transfer, _Buffer
 
 
 class Reached:
-    """An event that is reached when a test says so, or after some looks.
+    """An event that is reached on a test's request, or after a number of queries.
 
     Attributes:
         reached: Whether it is.
@@ -43,7 +43,7 @@ class Reached:
 
 
 class LateDevice(CpuDevice):
-    """A device that reads what it copies from when its events are reached; it is named "meta"."""
+    """A device, named "meta", that reads the sources of copies when its events are reached."""
 
     name = "meta"
     pins_memory = True
@@ -57,7 +57,7 @@ class LateDevice(CpuDevice):
 
 
 class Pool(PinnedPool):
-    """One whose buffers are not pinned, which takes an accelerator.
+    """A pool whose buffers are not pinned, since pinning needs an accelerator.
 
     Attributes:
         buffers: All that were made.
@@ -146,7 +146,7 @@ def test_a_batch_that_does_not_fit_gets_a_larger_buffer() -> None:
 
 
 class Noting(PinnedPool):
-    """A pool that notes what it is to copy."""
+    """A pool that records the tensors to copy."""
 
     def __init__(self) -> None:
         self.sources: list[Tensor] = []

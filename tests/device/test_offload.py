@@ -1,4 +1,4 @@
-"""What an offload refuses, and that it does nothing on a device without streams."""
+"""Cases that an offload refuses; it does nothing on a device without streams."""
 
 from __future__ import annotations
 

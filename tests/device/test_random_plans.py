@@ -1,4 +1,4 @@
-"""Random plans give the serial run's numbers on any device; without a guard some of them do not."""
+"""Random plans give the serial run's numbers on any device; some do not without a guard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads stand on the streams that the plan names, on any device that has some."""
+"""Tasks run on the streams that the plan names, on any device with streams."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_work_on_the_callers_stream_stays_there(device: Device) -> None:
 
 
 class Streams:
-    """Which streams were current, by who looked; each as a number."""
+    """The numbers of the streams that were current, by observer."""
 
     def __init__(self, device: Device) -> None:
         self.seen: dict[str, set[int]] = defaultdict(set)
@@ -40,7 +40,7 @@ class Streams:
         self.seen[name].add(number_of(self._device.current_stream()))
 
     def task(self, name: str, astray: Any = None) -> PipelineTask:
-        """A task that notes it, and may leave another stream current."""
+        """Return a task that records its stream, and may leave another stream current."""
 
         def fn(ctx: IterContext) -> None:
             self.note(name)
@@ -51,7 +51,7 @@ class Streams:
 
 
 def number_of(stream: Any) -> int:
-    """Torch's, which tells streams apart whatever object stands for one."""
+    """Return torch's number of a stream, which distinguishes streams with several objects."""
     return getattr(stream, "stream_id", id(stream))
 
 

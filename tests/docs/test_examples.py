@@ -1,4 +1,4 @@
-"""What the documentation shows runs."""
+"""All code in the documentation runs."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ KINDS = re.compile(
 
 
 def form(text: str) -> list[str]:
-    """The lines of an output, without figures and the widths of columns."""
+    """Return the lines of an output without figures and column widths."""
     return [re.sub(r"-?\d[\d.]*", "#", " ".join(line.split())) for line in text.splitlines()]
 
 
 def missing(name: str, output: str) -> list[str]:
-    """What an output with times lacks of what it should have, whatever the times."""
+    """Return the lines that an output with times should have and does not."""
     lines = form(output)
     if "nothing else runs" in output:  # a report on a busy machine says that alone
         return []
@@ -92,7 +92,7 @@ def missing(name: str, output: str) -> list[str]:
 
 
 def run(script: Path, where: Path) -> str:
-    """What the script prints; fails the test with its errors where it does not end well."""
+    """Return the output of a script; fail the test with its errors if it fails."""
     imports = "\n".join(re.findall(r"^ *(?:from|import) .*", script.read_text(), re.MULTILINE))
     kinds = [kind for kind in servers.IMPORTED if kind in imports]
     job = Script(
@@ -239,7 +239,7 @@ def test_the_picture_of_the_readme_is_that_of_the_guide() -> None:
 
 
 def commands() -> list[str]:
-    """Each command of swpipe's that a page shows."""
+    """Return all swpipe commands that a page shows."""
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     found = re.findall(r"^\$ (?:torchrun .*? -m )?(swpipe .+)$", text, re.MULTILINE)
     return sorted(set(found))

@@ -26,7 +26,7 @@ def _layer(seed: int = 0) -> Any:
 
 
 def _tokens(lengths: list[int], seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Tokens, and their times in order within each sequence."""
+    """Return tokens and times; the times are in order within each sequence."""
     draws = torch.Generator().manual_seed(seed)
     count = sum(lengths)
     tokens = torch.randn(count, WIDTH, generator=draws, dtype=torch.float64)
@@ -35,7 +35,7 @@ def _tokens(lengths: list[int], seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def _dense(layer: Any, x: Tensor, times: Tensor) -> Tensor:
-    """One sequence by the formulas of the paper, one pair of tokens at a time."""
+    """Return the layer's output for one sequence, by the paper's formulas for pairs of tokens."""
     n = len(x)
     u, v, q, k = nn.functional.silu(layer.project(layer.norm(x))).chunk(4, dim=1)
     size = WIDTH // HEADS

@@ -19,7 +19,7 @@ Task = Callable[[Any], None]
 
 
 def named(name: str, function: Callable[[Any], object]) -> Task:
-    """A task of this name."""
+    """Return a task of this name."""
 
     def task(ctx: Any) -> None:
         function(ctx)
@@ -29,27 +29,27 @@ def named(name: str, function: Callable[[Any], object]) -> Task:
 
 
 def sets(name: str, value: Callable[[Any], Any]) -> Task:
-    """A task that sets an attribute, and is called after it."""
+    """Return a task that sets an attribute, and is named after it."""
     return named(f"set {name}", lambda ctx: setattr(ctx, name, value(ctx)))
 
 
 def make(ctx: Any) -> None:
-    """Sets ``a``."""
+    """Set ``a``."""
     ctx.a = torch.ones(4)
 
 
 def look(ctx: Any) -> None:
-    """Reads ``a``."""
+    """Read ``a``."""
     float(ctx.a.sum())
 
 
 def view(ctx: Any) -> None:
-    """``b`` is a part of ``a``."""
+    """Set ``b`` to a view of ``a``."""
     ctx.b = ctx.a[:2]
 
 
 def write_part(ctx: Any) -> None:
-    """Modifies that part."""
+    """Modify that view."""
     ctx.b.zero_()
 
 
@@ -170,7 +170,7 @@ def test_a_context_may_get_its_class_back_within_an_access(
 
 
 class Hidden:
-    """Holds a tensor where no recording looks."""
+    """An object whose tensor no recording finds."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.get = lambda: tensor

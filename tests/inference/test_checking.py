@@ -1,4 +1,4 @@
-"""``SWPipeline(check_effects=True)``: a run stops where the plan lets tasks touch out of order."""
+"""``SWPipeline(check_effects=True)``: a run stops if the plan lets tasks access out of order."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ BATCHES = 13
 
 
 def batches(count: int = BATCHES) -> list[torch.Tensor]:
-    """Small ones, the same each time."""
+    """Return equal small batches."""
     draws = torch.Generator().manual_seed(1)
     return [torch.rand(3, 4, generator=draws) for _ in range(count)]
 
 
 def on_threads(*names: str, stages: Sequence[int] = (), **order: Any) -> PipelinePlan:
-    """Each task on a thread of its own, and the last one on the caller's."""
+    """Return a plan with a thread for each task, the last one on the caller's."""
     stages = stages or [0] * len(names)
     groups = {name: name for name in names[:-1]}
     return PipelinePlan(
@@ -66,7 +66,7 @@ def checked(
     share: float | None = True,
     **options: Any,
 ) -> Any:
-    """A pipeline that checks; a function is a task of its name."""
+    """Return a pipeline that checks effects; a function becomes a task of its name."""
     tasks = [
         f if isinstance(f, PipelineTask) else PipelineTask(f.__name__, f)  # type: ignore[attr-defined]
         for f in functions
@@ -75,7 +75,7 @@ def checked(
 
 
 def stopped(pipe: SWPipeline, count: int = BATCHES) -> tuple[int, PlanError]:
-    """How many iterations the pipeline handed out until it was stopped, and the error."""
+    """Return the number of iterations until the pipeline was stopped, and the error."""
     done: list[int] = []
     with pipe, pytest.raises(PlanError, match="check_effects") as caught:
         done.extend(ctx.iter_idx for ctx in pipe.iterate(batches(count)))
@@ -83,13 +83,13 @@ def stopped(pipe: SWPipeline, count: int = BATCHES) -> tuple[int, PlanError]:
 
 
 def finished(pipe: SWPipeline, count: int = BATCHES) -> int:
-    """How many iterations the pipeline ran without a complaint."""
+    """Return the number of iterations that the pipeline ran without an error."""
     with pipe:
         return sum(1 for _ in pipe.iterate(batches(count)))
 
 
 class Training:
-    """A model whose optimizer steps on every ``every``-th iteration."""
+    """A model whose optimizer steps in every ``every``-th iteration."""
 
     def __init__(self, every: int = 4) -> None:
         torch.manual_seed(0)
@@ -98,26 +98,26 @@ class Training:
         self.every = every
 
     def forward(self, ctx: IterContext) -> None:
-        """Reads the parameters."""
+        """Read the parameters."""
         ctx.loss = self.model(ctx.batch).square().mean()
 
     def backward(self, ctx: IterContext) -> None:
-        """Writes the gradients."""
+        """Write the gradients."""
         ctx.loss.backward()
 
     def step(self, ctx: IterContext) -> None:
-        """Writes the parameters, now and then."""
+        """Write the parameters, in some iterations."""
         if (ctx.iter_idx + 1) % self.every == 0:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def norm(self) -> Any:
-        """Of the gradients that are there."""
+        """Return the sum of the existing gradients."""
         return sum(p.grad.sum() for p in self.model.parameters() if p.grad is not None)
 
     @property
     def tasks(self) -> list[PipelineTask]:
-        """In serial order."""
+        """The tasks in serial order."""
         return [PipelineTask(f.__name__, f) for f in (self.forward, self.backward, self.step)]
 
 

@@ -1,4 +1,4 @@
-"""A plan's dependences beside those that effects ask for."""
+"""The dependences of a plan, compared with those that effects require."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.support.safety import effects_of, random_pair, verify_tasks
 
 
 def place(name: str) -> Location:
-    """Capital letters are states."""
+    """Return a location; capital letters are states."""
     return Location(name, persistent=name.isupper())
 
 
 def table(**tasks: str) -> EffectTable:
-    """Task to "reads>writes", each a string of one-letter places."""
+    """Return a table of effects from "reads>writes", strings of one-letter locations."""
     return {
         name: Effects(*(frozenset(map(place, part)) for part in text.split(">")))
         for name, text in tasks.items()
@@ -38,7 +38,7 @@ DEPS = [("forward", "load"), ("backward", "forward"), ("step", "backward")]
 
 
 def plan(groups: str = "dddd", **changes: Any) -> PipelinePlan:
-    """The chain's tasks in stage 0, each in a thread group named by a letter."""
+    """Return a plan of the chain's tasks in stage 0, each on a group named by a letter."""
     schedule = {
         name: TaskSchedule(thread_group={"d": "default"}.get(group, group))
         for name, group in zip(CHAIN, groups, strict=True)
@@ -47,12 +47,12 @@ def plan(groups: str = "dddd", **changes: Any) -> PipelinePlan:
 
 
 def compare(given: PipelinePlan, effects: EffectTable) -> Comparison:
-    """The plan beside the effects."""
+    """Compare the plan with the effects."""
     return comparison.compare_with_plan(resolve_plan(given), effects)
 
 
 def edges(found: Any) -> list[tuple[str, str, int]]:
-    """The orders, without what they are for."""
+    """Return the dependences without their reasons."""
     return [one[:3] for one in found]
 
 
@@ -124,7 +124,7 @@ def test_the_report_has_all_parts() -> None:
 
 
 def recording(effects: EffectTable, **changes: Any) -> Recording:
-    """What such effects would be found in."""
+    """Return a recording with these effects."""
     found = Recording((), effects, {}, frozenset(), ())
     return replace(found, **changes)
 
@@ -172,7 +172,7 @@ def test_global_order_counts_as_it_does_for_verification() -> None:
 
 
 def missing_as_verified(given: PipelinePlan, effects: EffectTable) -> bool:
-    """Whether a dependence is missing; verification must say the same."""
+    """Return whether a dependence is missing; check that verification agrees."""
     missing = bool(compare(given, effects).missing)
     try:
         verify_tasks(given, effects=effects)

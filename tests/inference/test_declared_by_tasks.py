@@ -1,6 +1,6 @@
 """The eleven tasks of sparse-dist declare every state that a recording sees them use.
 
-``EmbForward`` read the optimizers' learning rate and did not say so: the verifier accepted a
+``EmbForward`` once read the optimizers' learning rate without declaring it: the verifier accepted a
 look-up before the rate was known.
 """
 
@@ -36,7 +36,7 @@ UNITED = {
 
 
 class Use(NamedTuple):
-    """A task's use of a state, and where a recording has seen it."""
+    """A task's use of a state, and the object in which a recording has seen it."""
 
     task: str
     state: str
@@ -63,7 +63,7 @@ def _tasks(kind: Kind) -> SparseDistTasks:
 
 
 def state_of(member: str) -> str:
-    """The state, in the words of the tasks, that a recorded object belongs to."""
+    """Return the declared state that a recorded object belongs to."""
     if ".learning_rate_tensor" in member:
         return "learning rate"
     if member.endswith(".grad"):

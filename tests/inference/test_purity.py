@@ -1,8 +1,8 @@
-"""What a pure task does against its word stops the run, as far as torch's dispatch sees it.
+"""A pure task that breaks its declaration stops the run, as far as torch's dispatch shows it.
 
-A lie is a task that says ``pure=True`` and is not. Each is run ahead of a training loop, under a
-plan and under ``overlap``, and has to be stopped within two iterations: by an error that names the
-task, what it touched, the rule, and what to do. Honest tasks run as if nobody looked.
+A lie is a task that is wrongly declared ``pure=True``. Each lie runs ahead of a training loop,
+under a plan and under ``overlap``, and must be stopped within two iterations, by an error that
+names the task, what it touched, the rule, and the remedy. Honest tasks run undisturbed.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ AHEAD = PipelinePlan(
 
 
 def nothing(ctx: Any) -> None:
-    """The training loop does nothing else."""
+    """Do nothing."""
 
 
 class Job:
-    """What a training loop has: a model, a table, features, a generator."""
+    """The objects of a training loop: a model, a table, features, generators."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -61,11 +61,11 @@ class Job:
         self.train_also: Callable[[Any], object] = nothing
 
     def looked_up(self, ctx: Any) -> Tensor:
-        """What the frozen table has for a batch."""
+        """Return the frozen table's rows for a batch."""
         return self.table(ctx.batch)  # type: ignore[no-any-return]
 
     def train(self, ctx: Any) -> None:
-        """Learn from ``ctx.x``."""
+        """Train on ``ctx.x``."""
         ctx.loss = self.model(ctx.x.float()).square().sum()
         self.optimizer.zero_grad()
         ctx.loss.backward()
@@ -73,7 +73,7 @@ class Job:
         self.train_also(ctx)
 
     def tasks(self, decode: Callable[[Any], Any], **options: Any) -> list[PipelineTask]:
-        """The loop's tasks, of which the first one says that it is pure."""
+        """Return the loop's tasks; the first one is declared pure."""
 
         def decoded(ctx: Any) -> None:
             ctx.x = decode(ctx)
@@ -88,13 +88,13 @@ Run = Callable[[Job, list[PipelineTask]], Iterator[Any]]
 
 
 def under_a_plan(job: Job, tasks: list[PipelineTask]) -> Iterator[Any]:
-    """Contexts of a pipeline."""
+    """Yield the contexts of a pipeline."""
     with SWPipeline(AHEAD, tasks, device="cpu") as pipe:
         yield from pipe.iterate(job.batches)
 
 
 def under_overlap(job: Job, tasks: list[PipelineTask]) -> Iterator[Any]:
-    """Contexts of an overlapped loop."""
+    """Yield the contexts of an overlapped loop."""
     with swpipe.overlap(job.batches, tasks, device="cpu", pull_ahead=True) as loop:
         ahead = () if tasks[0].random else ("decode",)  # the body may draw as well
         assert loop.overlap.ahead == ahead
@@ -105,7 +105,7 @@ RUNS = (under_a_plan, under_overlap)
 
 
 def plainly(job: Job, tasks: list[PipelineTask]) -> Iterator[Any]:
-    """Contexts of a plain loop."""
+    """Yield the contexts of a plain loop."""
     for number, batch in enumerate(job.batches):
         ctx = swpipe.IterContext(batch, number)
         for task in tasks:
@@ -131,7 +131,7 @@ LIES: dict[str, tuple[Lie, str]] = {
 
 
 def lie(name: str, names: str) -> Callable[[Lie], Lie]:
-    """Enter a lie."""
+    """Register a lie."""
 
     def enter(make: Lie) -> Lie:
         LIES[name] = make, names
@@ -301,7 +301,7 @@ HONEST: dict[str, Honest] = {
 
 
 def honest(name: str) -> Callable[[Honest], Honest]:
-    """Enter an honest task."""
+    """Register an honest task."""
 
     def enter(make: Honest) -> Honest:
         HONEST[name] = make
@@ -371,7 +371,7 @@ def other_module_in_training(job: Job) -> list[PipelineTask]:
 
 @honest("a frozen model that it moves")
 def moved(job: Job) -> list[PipelineTask]:
-    """To memory of its own, as one that is on the host between two iterations."""
+    """Move the parameters to new memory, as an offload to the host does."""
 
     def decode(ctx: Any) -> Tensor:
         for parameter in job.features.parameters():
@@ -389,12 +389,12 @@ def not_numbers(job: Job) -> list[PipelineTask]:
 
 @honest("batches in buffers of a loader that fills them anew")
 def buffers_of_the_loader(job: Job) -> list[PipelineTask]:
-    """Enough of them, and not by torch: no task sees another iteration's."""
+    """Fill enough buffers, without torch, that no task sees another iteration's batch."""
     filled = [np.zeros(3, dtype=np.int64) for _ in range(6)]
     buffers = [torch.from_numpy(each) for each in filled]
 
     class Filling(list):  # type: ignore[type-arg]
-        """Which is not known to be apart from the loop."""
+        """A loader that is not known to be apart from the loop."""
 
         def __iter__(self) -> Iterator[Tensor]:
             for number in range(BATCHES):
@@ -407,7 +407,7 @@ def buffers_of_the_loader(job: Job) -> list[PipelineTask]:
 
 @honest("gradients through a pure task's inputs")
 def trained_by_others(job: Job) -> list[PipelineTask]:
-    """The next task makes the context's tensor require gradients, and reads them."""
+    """Let the next task make the context's tensor require gradients, and read them."""
 
     def train(ctx: Any) -> None:
         ctx.x.requires_grad_()

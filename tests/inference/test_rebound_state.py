@@ -1,4 +1,4 @@
-"""State that each iteration makes anew: whoever reads it comes after the one that makes it."""
+"""State that each iteration replaces: a reader comes after the task that makes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCHES = [torch.full((1,), float(number)) for number in range(12)]
 
 
 class State(NamedTuple):
-    """How to read a state of one number, and to replace it."""
+    """Functions that read and replace a state of one number."""
 
     read: Callable[[], torch.Tensor]
     replace: Callable[[torch.Tensor], Any]
@@ -42,7 +42,7 @@ STATES = [_in_a_list, _by_data, _by_set]
 
 
 def tasks_of(state: State) -> list[PipelineTask]:
-    """One that reads the state, and then one that replaces it."""
+    """Return a task that reads the state, and one that replaces it."""
 
     def read(ctx: IterContext) -> None:
         ctx.out = (ctx.batch + state.read()).item()
@@ -61,14 +61,14 @@ AHEAD = PipelinePlan(
 
 
 def ahead(depth: int, group: str, **order: Any) -> PipelinePlan:
-    """The reader is a stage ahead, and within a period it comes first."""
+    """Return a plan with the reader a stage ahead, and first within a period."""
     schedule = {"read": TaskSchedule(thread_group=group), "train": TaskSchedule(1)}
     given = {"order": ["read", "train"], **order}
     return PipelinePlan(schedule, deps=[("train", "read")], pipeline_depth=depth, **given)
 
 
 def outputs(plan: PipelinePlan, tasks: list[PipelineTask], **options: Any) -> list[float]:
-    """What the reader found in each iteration."""
+    """Return the state that the reader found in each iteration."""
     with SWPipeline(plan, tasks, device="cpu", **options) as pipe:
         return [ctx.out for ctx in pipe.iterate(BATCHES)]
 

@@ -29,7 +29,7 @@ from tests.inference.helpers import WORD, orders, process_group, reads, recorded
 
 
 def nothing(ctx: Any) -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
 def test_arguments_that_cannot_be_used() -> None:
@@ -194,33 +194,33 @@ def test_a_task_that_communicates_is_globally_ordered(tmp_path: Path) -> None:
 
 
 class Simulator:
-    """Steps a state that only Python holds, as gymnasium's environments do, and keeps a log."""
+    """A simulator with state in Python, like gymnasium's environments, and a log file."""
 
     def __init__(self, path: Path) -> None:
         self.log = path.open("w+")
         self.state, self.draws = [0.0, 1.0], random.Random(3)
 
     def step(self, ctx: Any) -> None:
-        """Moves, draws and writes a line."""
+        """Move, draw, and write a line."""
         self.state[0] += self.state[1]
         self.state.append(self.draws.random())
         self.log.write(f"{self.state}\n")
         ctx.seen = list(self.state)
 
     def capture(self) -> Any:
-        """Everything that ``step`` changes."""
+        """Return everything that ``step`` changes."""
         self.log.flush()
         return self.state, self.draws.getstate(), self.log.tell()
 
     def restore(self, kept: Any) -> None:
-        """Put it back."""
+        """Restore a captured state."""
         self.state, draws, end = kept
         self.draws.setstate(draws)
         self.log.seek(end)
         self.log.truncate()
 
     def io(self) -> DeclaredIO:
-        """What it declares."""
+        """Return the declaration of the state."""
         return DeclaredIO(self.capture, self.restore, state="simulator")
 
 

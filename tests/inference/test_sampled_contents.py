@@ -1,4 +1,4 @@
-"""A sample of a tensor's content tells of changes that have no version."""
+"""A sample of a tensor's content shows changes without a version."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from swpipe.inference.sampled_contents import SampledContents, UsedMemory
 
 
 def used(*tensors: Tensor) -> list[UsedMemory]:
-    """As a task that has read these."""
+    """Return the record of a task that has read these tensors."""
     storages = Storages()
     numbers = [(tensor, *storages.of(tensor)) for tensor in tensors]
     return [UsedMemory(n, f"[{n}]", tensor, storages.reference(n)) for tensor, n in numbers]
 
 
 def told(*tensors: Tensor, change: Callable[[], object] | None = None) -> list[int]:
-    """On which iterations the tensors are found changed, if they are before the third one."""
+    """Return the iterations at which tensors are found changed, if they change before the third."""
     contents, found = SampledContents(CpuDevice()), []
     for iteration in range(5):
         if iteration == 3 and change is not None:

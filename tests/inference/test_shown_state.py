@@ -1,4 +1,4 @@
-"""What torch shows of the state that tasks use: it is put back, and known to whoever measures."""
+"""State that torch shows while tasks use it is restored, and known to those who measure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH = torch.ones(2, 3)
 
 
 def shown(*tasks: Any, state: Any = None) -> Owners:
-    """What a trial of these functions, or tasks, puts back."""
+    """Return the owners that a trial of these functions or tasks restores."""
     given = [t if isinstance(t, PipelineTask) else PipelineTask(t.__name__, t) for t in tasks]
     with SWPipeline(PipelinePlan.serial(given), given, device="cpu") as pipe:
         return Owners(trial_state(pipe, BATCH, state).owners)
@@ -29,7 +29,7 @@ def names(owners: Owners) -> list[str]:
 
 
 class Hidden:
-    """Whatever is many attributes away, behind a property and a name that no code has."""
+    """An object whose value is behind a property, at the end of a chain of attributes."""
 
     def __init__(self, value: Any) -> None:
         vars(self)["a" + "b"] = {"c": [value]}

@@ -1,4 +1,4 @@
-"""What is known of gradients without reading ``parameter.grad``."""
+"""The knowledge of gradients that does not need ``parameter.grad``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.inference.helpers import process_group
 
 
 def backward(model: nn.Module) -> UseRecorder:
-    """What a recorder sees of one."""
+    """Return a recorder that watched a backward."""
     recorder = UseRecorder(resolve("cpu"))
     with recorder:
         model(torch.ones(3, 4)).square().mean().backward()
@@ -25,7 +25,7 @@ def backward(model: nn.Module) -> UseRecorder:
 
 
 def missed(model: nn.Module, recorder: UseRecorder) -> list[str]:
-    """The parameters whose gradient is not the tensor that was seen, or in other memory."""
+    """Return the parameters whose recorded gradient is missing, another tensor, or elsewhere."""
     return [
         name
         for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""The test backend keeps its promises, so that what is tested on it can fail.
+"""The test backend keeps its guarantees, so that tests on it can fail.
 
 Work is held by gates and ordered by events; nothing here depends on how long anything takes.
 """
@@ -25,7 +25,7 @@ FOREVER_US = 1e9
 
 @pytest.fixture(autouse=True)
 def settled() -> Iterator[None]:
-    """Each test begins with nothing queued and nothing logged, and ends so."""
+    """Begin and end each test with nothing queued and nothing logged."""
     backend.load()
     backend.clear_log()
     yield
@@ -36,26 +36,26 @@ def settled() -> Iterator[None]:
 
 
 def ones(*shape: int, device: str = "sim") -> Tensor:
-    """Ones on the device, already written."""
+    """Return ones on the device, after they were written."""
     tensor = torch.ones(*shape, device=device)
     torch.accelerator.synchronize(tensor.device)
     return tensor
 
 
 def recorded(stream: torch.Stream | None = None, *, timing: bool = False) -> torch.Event:
-    """An event recorded on a stream, or else on the current one."""
+    """Return an event recorded on a stream, or else on the current one."""
     event = torch.Event(device="sim", enable_timing=timing)
     event.record(stream or torch.accelerator.current_stream())
     return event
 
 
 def ended(name: str) -> list[backend.Work]:
-    """The kernels of a name in the log."""
+    """Return the logged kernels of a name."""
     return [work for work in backend.log() if work.name == name]
 
 
 def give_time() -> None:
-    """Give the streams time to do what they must not; what they may do needs no time."""
+    """Give the streams time for work that must not happen."""
     with torch.Stream(device="sim") as free:
         backend.lag(30_000)
     free.synchronize()
@@ -102,7 +102,7 @@ def test_autograd_runs_backward_on_the_forwards_stream() -> None:
 
 
 def batch() -> dict[str, Tensor]:
-    """The operands of ``KERNELS``, on the host."""
+    """Return the operands of ``KERNELS``, on the host."""
     draw = torch.Generator().manual_seed(1)
     return {
         "a": torch.randn(8, 16, generator=draw),

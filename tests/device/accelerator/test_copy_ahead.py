@@ -1,7 +1,7 @@
 """``overlap(device=)`` and ``prefetch_plan(device=)``: batches are copied ahead of the loop.
 
-The device's streams are late, what it frees is poisoned, and the link to it is slow, so that a
-missing wait, a buffer that is used again too soon, and memory that nobody holds show in the values.
+The device's streams are late, freed memory is poisoned, and the link is slow. A missing wait, a
+buffer that is reused too soon, and memory that is not held thus show in the values.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ DEADLINE_S = 20.0
 
 @pytest.fixture
 def slow() -> Iterator[None]:
-    """A slow link, late streams, poison."""
+    """Use a slow link, late streams and poisoned memory."""
     with backend.misbehaving(late_streams=200.0, poison=True, link_us_per_mib=LINK):
         yield
 
 
 def filled(value: int) -> Tensor:
-    """A batch that tells its number, in memory that is not pinned."""
+    """Return a batch with the given value, in pageable memory."""
     return torch.full((ROWS,), float(value))
 
 
@@ -66,7 +66,7 @@ Pair = namedtuple("Pair", ["x", "y"])
 
 @dataclass
 class Sample:
-    """Opened by its attributes."""
+    """A batch that is opened by its attributes."""
 
     x: Tensor
     name: str
@@ -74,18 +74,18 @@ class Sample:
 
 
 class Movable:
-    """With a ``to`` of its own, which leaves the lengths where they are."""
+    """A batch with a ``to`` of its own, which does not move the lengths."""
 
     def __init__(self, x: Tensor, lengths: Tensor) -> None:
         self.x, self.lengths = x, lengths
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Movable:
-        """On the device, but for the lengths."""
+        """Return the batch on the device, with its lengths on the host."""
         return Movable(self.x.to(device, non_blocking=non_blocking), self.lengths)
 
 
 class Pinnable:
-    """With ``pin_memory``, and a ``to`` that takes the device only."""
+    """A batch with ``pin_memory``, and a ``to`` that takes the device only."""
 
     __slots__ = ("x",)
 
@@ -93,23 +93,23 @@ class Pinnable:
         self.x = x
 
     def pin_memory(self) -> Pinnable:
-        """In pinned memory."""
+        """Return the batch in pinned memory."""
         return Pinnable(self.x.pin_memory())
 
     def to(self, device: torch.device) -> Pinnable:
-        """On the device; the copy reads pinned memory when the stream gets there."""
+        """Return the batch on the device; the copy reads pinned memory later."""
         assert self.x.is_pinned()
         return Pinnable(self.x.to(device, non_blocking=True))
 
 
 def jagged(i: int) -> Any:
-    """A nested tensor of torch's."""
+    """Return a nested tensor of torch."""
     rows = [torch.full((3 + i % 3,), float(i)), torch.arange(4.0)]
     return torch.nested.nested_tensor(rows, layout=torch.jagged)
 
 
 def keyed(i: int) -> Any:
-    """A jagged tensor of TorchRec's."""
+    """Return a jagged tensor of TorchRec."""
     sparse = pytest.importorskip("torchrec.sparse.jagged_tensor")
     lengths = torch.tensor([1, 2, i % 3, 1])
     values = torch.arange(int(lengths.sum())) + i
@@ -117,7 +117,7 @@ def keyed(i: int) -> Any:
 
 
 def images(i: int) -> Tensor:
-    """Channels last."""
+    """Return images in the format channels-last."""
     return torch.rand(2, 3, 8, 8).to(memory_format=torch.channels_last) + i
 
 
@@ -148,7 +148,7 @@ FORMS: dict[str, Callable[[int], Any]] = {
 
 
 def by_hand(value: Any) -> Any:
-    """As a plain loop's first lines move a batch."""
+    """Move a batch as the first lines of a plain loop do."""
     if isinstance(value, Tensor) or hasattr(value, "pin_memory"):
         pinned = value.pin_memory() if isinstance(value, Pinnable) else value
         return pinned.to(DEVICE)
@@ -166,7 +166,7 @@ def by_hand(value: Any) -> Any:
 
 
 def flat(value: Any) -> list[Any]:
-    """What is in a batch: of tensors place, type, strides and a copy; all else as it is."""
+    """Return the contents of a batch: properties and copies of tensors, and all else as it is."""
     if type(value) is Tensor:
         lazy = value.is_conj(), value.is_neg()
         return [value.device, value.dtype, value.stride(), lazy, value.clone()]
@@ -184,12 +184,12 @@ def flat(value: Any) -> list[Any]:
 
 
 def plain(batches: list[Any], use: Callable[[Any], Any]) -> list[Any]:
-    """A plain loop."""
+    """Run a plain loop."""
     return [use(by_hand(batch)) for batch in batches]
 
 
 def overlapped(batches: list[Any], use: Callable[[Any], Any], **options: Any) -> list[Any]:
-    """The same loop, with the copy ahead."""
+    """Run the same loop with the copy ahead."""
     seen: list[Any] = []
 
     def train(ctx: IterContext) -> None:
@@ -203,7 +203,7 @@ def overlapped(batches: list[Any], use: Callable[[Any], Any], **options: Any) ->
 
 
 def assert_same(found: list[Any], expected: list[Any]) -> None:
-    """Bit for bit."""
+    """Check that contents are equal bit for bit."""
     torch.accelerator.synchronize()
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
@@ -280,7 +280,7 @@ def test_gradients_of_a_batch_reach_the_host(slow: None) -> None:
 
 
 def consumer_waits() -> list[int]:
-    """A task reads a batch that is still on its way."""
+    """Read batches in a task while they are being copied; return the wrong iterations."""
     seen: dict[int, Tensor] = {}
 
     def train(ctx: IterContext) -> None:
@@ -302,7 +302,7 @@ def test_a_task_reads_what_was_copied() -> None:
 
 
 def pool_of(plan: Any) -> Any:
-    """The pool of a plan's copy."""
+    """Return the pool of a plan's copy."""
     return plan.tasks[0].fn._pool
 
 
@@ -367,10 +367,10 @@ def test_buffers_are_used_again(serial: bool, slow: None) -> None:
 
 
 class PartlyThere(Movable):
-    """On the device but for its lengths: it cannot be pinned."""
+    """A batch on the device, with its lengths on the host, that cannot be pinned."""
 
     def pin_memory(self) -> PartlyThere:
-        """As torch has it for a tensor on a device."""
+        """Raise torch's error for a tensor on a device."""
         raise RuntimeError("only dense CPU tensors can be pinned")
 
 
@@ -389,7 +389,7 @@ def test_an_object_with_a_part_on_the_device_is_not_pinned() -> None:
 
 
 class Numbers(Dataset[Tensor]):
-    """Tells apart all rows."""
+    """A dataset of different rows."""
 
     def __len__(self) -> int:
         return 8
@@ -399,7 +399,7 @@ class Numbers(Dataset[Tensor]):
 
 
 def fed(kind: str) -> Any:
-    """Batches that lie in pinned memory, or not."""
+    """Return batches in pinned or in pageable memory."""
     if kind == "workers":
         return DataLoader(Numbers(), batch_size=2, num_workers=1, pin_memory=True)
     rows = [filled(i) for i in range(4)]
@@ -407,7 +407,7 @@ def fed(kind: str) -> Any:
 
 
 def groups(loop: Any) -> set[str | None]:
-    """Of the loader and the tasks."""
+    """Return the thread groups of the loader and the tasks."""
     plan = loop.overlap.plan
     return {plan.pull_group, *plan.thread_groups}
 
@@ -486,7 +486,7 @@ def test_without_a_thread_an_error_comes_in_its_turn() -> None:
 
 
 def await_copies(count: int) -> None:
-    """Wait until so many batches have been copied, whatever the caller's stream does."""
+    """Wait until ``count`` batches have been copied, whatever the caller's stream does."""
     until = time.monotonic() + DEADLINE_S
     while sum(work.name == "copy_" for work in backend.log()) < count:
         assert time.monotonic() < until
@@ -538,7 +538,7 @@ class Broken:
         self.answer = answer
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Any:
-        """Fails, or forgets to return itself."""
+        """Raise an error, or return None."""
         if self.answer:
             raise self.answer
         return None
@@ -582,7 +582,7 @@ def test_a_pass_may_be_left_and_closed_in_the_middle_of_copies() -> None:
 
 
 def adding_up() -> PipelineTask:
-    """A task that sums the batch."""
+    """Return a task that sums the batch."""
 
     def add_up(ctx: IterContext) -> None:
         ctx.sum = ctx.batch.sum()

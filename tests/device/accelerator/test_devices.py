@@ -31,13 +31,13 @@ DEVICES = ("sim:0", "sim:1")
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> None:
-    """The test backend, in this process."""
+    """Load the test backend into this process."""
     backend.load()
 
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each device in turn, while the caller's current device is device 0."""
+    """Each device, with device 0 as the caller's current device."""
     torch.accelerator.set_device_index(0)
     yield request.param
     assert torch.accelerator.current_device_index() == 0
@@ -45,7 +45,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def generators_stay() -> Iterator[None]:
-    """Whatever a pipeline does, no default generator has moved afterwards."""
+    """Check that no pipeline changes a default generator."""
     backend.load()
     before = states()
     yield
@@ -53,22 +53,22 @@ def generators_stay() -> Iterator[None]:
 
 
 def states() -> list[Tensor]:
-    """Of the default generators of the host and of all devices."""
+    """Return the states of the default generators of the host and of all devices."""
     return [torch.get_rng_state(), *(torch.sim.get_rng_state(k) for k in range(2))]  # type: ignore[attr-defined]
 
 
 def draw(ctx: IterContext) -> None:
-    """Drawn on the current device, which has to be the pipeline's."""
+    """Draw on the current device, which has to be the pipeline's."""
     ctx.noise = torch.rand(64, device="sim")
 
 
 def add(ctx: IterContext) -> None:
-    """On the caller's stream."""
+    """Add on the caller's stream."""
     ctx.sum = (ctx.noise + ctx.batch).sum()
 
 
 def total(ctx: IterContext) -> None:
-    """On a stream of its own."""
+    """Sum on a stream of its own."""
     ctx.total = ctx.sum * 2.0
     del ctx.sum
 
@@ -89,7 +89,7 @@ PLAN = PipelinePlan(
 
 
 def totals(device: str, plan: PipelinePlan = PLAN) -> list[float]:
-    """Eight iterations under a plan."""
+    """Return the totals of eight iterations under a plan."""
     with SWPipeline(plan, TASKS, device=device, seed=3) as pipe:
         ended = list(pipe.iterate(iter(range(8))))
         assert {ctx.total.device for ctx in ended} == {torch.device(device)}

@@ -20,7 +20,7 @@ ITERATIONS = 12
 
 @cache
 def serially() -> list[Tensor]:
-    """What the serial run comes to."""
+    """Return the results of the serial run."""
     return trained(None, 100, batches(ITERATIONS))
 
 
@@ -33,7 +33,7 @@ def test_a_plan_trains_to_the_same_bits(name: str) -> None:
 
 
 def difference(plan: PipelinePlan, seed: int) -> Difference | None:
-    """Between training serially and under a plan, task by task; streams are late."""
+    """Return the first difference between a serial and a planned training on late streams."""
 
     def loop(plan: PipelinePlan | None) -> Loop:
         return Loop(batches(8), Training(delays=random.Random(seed)).tasks(), plan=plan)

@@ -1,4 +1,4 @@
-"""Findings of device work: each planted fault is found at its line, and clean loops have none."""
+"""Findings about device work: each planted fault is found at its line; clean loops have none."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ NAMES = ("CUDA_DEV", "CUDA_LAUNCH", "HIP", "AMD", "OMP", "KMP", "PYTORCH", "NCCL
 
 @pytest.fixture(autouse=True)
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the machine's own is found."""
+    """Hide the environment of this machine."""
     for name in [name for name in os.environ if name.startswith(NAMES)]:
         monkeypatch.delenv(name)
 
 
 def copy(ctx: IterContext) -> None:
-    """As it should be."""
+    """Copy the batch without blocking."""
     ctx.x = ctx.batch.to(DEVICE, non_blocking=True)
 
 
 def training(*more: Callable[[IterContext], None], first: Any = copy) -> list[PipelineTask]:
-    """A model on the device, in training; ``more`` runs after the backward."""
+    """Return the tasks of a training on the device; ``more`` run after the backward."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
 
@@ -52,12 +52,12 @@ def training(*more: Callable[[IterContext], None], first: Any = copy) -> list[Pi
 
 
 def batches() -> list[Tensor]:
-    """In pinned memory."""
+    """Return batches in pinned memory."""
     return [torch.ones(4, 8).pin_memory() for _ in range(3)]
 
 
 def last_line(fn: Any) -> str:
-    """The place of a function's last line, as findings name it."""
+    """Return the place of a function's last line, as findings name it."""
     lines, first = inspect.getsourcelines(fn)
     return (
         f"tests/device/accelerator/test_findings.py:{first + len(lines) - 1}, task {fn.__name__!r}"
@@ -65,7 +65,7 @@ def last_line(fn: Any) -> str:
 
 
 def plan_of(tasks: list[PipelineTask]) -> PipelinePlan:
-    """The first task on a stream of its own, beside the model's."""
+    """Return a plan with the first task on a stream of its own."""
     schedule = {task: TaskSchedule(1) for task in tasks}
     schedule[tasks[0]] = TaskSchedule(0, stream="side")
     return PipelinePlan(schedule)

@@ -1,4 +1,4 @@
-"""Recording on an accelerator: the CPU's dependences, enough for any streams; state restored."""
+"""Recording on an accelerator: dependences as on the CPU, sufficient for any streams."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from tests.support.plans_for_tests import scattered
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
-    """Ten batches."""
+    """Return ten batches."""
     return batches(10)
 
 
 def recording_on(device: torch.device | str) -> Recording:
-    """Of two iterations."""
+    """Return a recording of two iterations."""
     return record(Training(device).tasks(), data()[0], device=device)
 
 
 @cache
 def serially() -> list[Tensor]:
-    """What the serial run comes to."""
+    """Return the results of the serial run."""
     return trained(None, 0, data())
 
 
 def on_streams(plan: PipelinePlan, seed: int) -> PipelinePlan:
-    """The same dependences; stages, threads and streams at random."""
+    """Return the plan with random stages, threads and streams."""
     rng, plan = random.Random(seed), scattered(plan, seed)
     entries = {
         name: replace(entry, stream=rng.choice((None, "one", "two")))
@@ -47,7 +47,7 @@ def on_streams(plan: PipelinePlan, seed: int) -> PipelinePlan:
 
 @pytest.fixture(scope="module")
 def recording() -> Recording:
-    """Of two iterations on the device."""
+    """A recording of two iterations on the device."""
     return recording_on(DEVICE)
 
 
@@ -97,7 +97,7 @@ def test_recording_leaves_no_trace_on_the_device() -> None:
 
 
 def is_stopped(plan: PipelinePlan, seed: int) -> bool:
-    """Whether a run that is checked is stopped."""
+    """Return whether the check of effects stops a run."""
     tasks = Training(delays=random.Random(seed)).tasks()
     with SWPipeline(plan, tasks, device=DEVICE, check_effects=True) as pipe:
         try:

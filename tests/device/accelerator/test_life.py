@@ -1,4 +1,4 @@
-"""A pipeline's life: failure, the next iterator, memory over thousands of iterations."""
+"""The life of a pipeline: failure, the next iterator, memory over thousands of iterations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEPTH = 4
 
 
 def three_streams(fail_at: int | None = None) -> PipelinePlan:
-    """Copy from a thread, compute on the caller's stream, a sum on a third."""
+    """Return a plan that copies from a thread, computes, and sums, on three streams."""
 
     def copy(ctx: IterContext) -> None:
         ctx.x = ctx.batch.to(DEVICE, non_blocking=True)
@@ -47,25 +47,25 @@ def three_streams(fail_at: int | None = None) -> PipelinePlan:
 
 
 def pinned(elements: int) -> Tensor:
-    """A batch of ones in pinned memory."""
+    """Return a batch of ones in pinned memory."""
     return torch.ones(elements).pin_memory()
 
 
 def resident_mib() -> float:
-    """What the process holds of the host's memory."""
+    """Return the resident memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def held() -> tuple[int, int]:
-    """Bytes that tensors take of the device, and bytes that the allocator has for them."""
+    """Return the bytes that tensors have allocated, and those that the allocator has reserved."""
     torch.accelerator.synchronize()
     gc.collect()
     return torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
 
 
 class Counting(AcceleratorDevice):
-    """Counts the events it makes."""
+    """A device that counts the events it makes."""
 
     made = 0
 
@@ -98,7 +98,7 @@ def test_a_thousand_iterations_leave_memory_flat() -> None:
 
 
 def peak_blocks(iterations: int) -> float:
-    """Blocks alive at once, those included that some stream has yet to be done with; depth 3."""
+    """Return the largest number of blocks in use, including those that a stream still uses."""
     warm_up()
     torch.accelerator.empty_cache()
     block = filled(0.0).nbytes

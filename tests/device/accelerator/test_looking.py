@@ -1,4 +1,4 @@
-"""The trace's device spans, the profiler's figures and a torch profiler's ranges."""
+"""The spans of devices in traces, the profiler's figures, and ranges of torch's profiler."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ LEAST, MOST = 0.99, float("inf") if SIMULATED else 1.15
 
 
 def spinning(name: str, ms: float) -> PipelineTask:
-    """A task whose device work takes ``ms``."""
+    """Return a task whose device work takes ``ms``."""
     return PipelineTask(name, lambda ctx: spin(ms))
 
 
 def two_streams() -> PipelinePlan:
-    """6 ms beside 8 ms."""
+    """Return a plan of 6 ms of device work beside 8 ms."""
     return PipelinePlan(
         {
             spinning("ahead", 6.0): TaskSchedule(0, "side"),
@@ -52,7 +52,7 @@ def two_streams() -> PipelinePlan:
 
 
 def device_spans() -> dict[tuple[str, int], Span]:
-    """Task and iteration to the span on a stream, of 20 iterations after 5."""
+    """Return the span of each task and iteration on its stream, in the steady state."""
     warm_up()
     with SWPipeline(two_streams(), device=DEVICE, check_effects=False) as pipe:  # which takes time
         pipe.run(range(5))

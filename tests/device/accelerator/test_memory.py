@@ -1,4 +1,4 @@
-"""What plans are predicted to hold, against the peak of the device's allocator."""
+"""The predicted memory of plans, compared with the peak of the device's allocator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ accelerator = torch.accelerator
 
 
 def peaks(seed: int) -> tuple[int, int, int]:
-    """Of a random plan: what is predicted; what was allocated at most, and what was reserved."""
+    """Return the predicted, allocated and reserved peak of a random plan."""
     work = MemoryWork(seed, DEVICE)
     predicted = work.predicted(streams=True).bytes
     gc.collect()
@@ -59,9 +59,9 @@ def test_random_plans_allocate_what_is_predicted() -> None:
 
 
 class SlowWork:
-    """A random plan whose device work takes far longer than one thread takes to launch it.
+    """A random plan whose device work takes far longer than its launch by one thread.
 
-    How much is held then depends on how far the host may launch ahead, and on nothing else.
+    Its memory depends only on how far the host may launch ahead.
     """
 
     def __init__(self, seed: int, run_ahead: int) -> None:
@@ -97,7 +97,7 @@ class SlowWork:
         return torch.empty(size, dtype=torch.uint8, device=DEVICE)
 
     def peaks(self) -> tuple[int, int]:
-        """What is predicted; what was alive at most, what streams have yet to do included."""
+        """Return the predicted peak, and that of the blocks in use, pending frees included."""
         found = simulate(self.plan, self.costs, streams=True).memory
         assert found is not None
         gc.collect()

@@ -31,7 +31,7 @@ ALL = range(COUNT - 1)
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Memory that was freed is overwritten, where the device can do that."""
+    """Overwrite freed memory, if the device can do that."""
     if not SIMULATED:
         yield
         return
@@ -41,12 +41,12 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture
 def layers() -> Layers:
-    """A stack of layers."""
+    """Return a stack of layers."""
     return Layers(COUNT, DEVICE, lambda ms: spin(ms / 20))
 
 
 def peak_mib(layers: Layers, which: range) -> float:
-    """What a run allocates at most beside the parameters and their gradients."""
+    """Return the peak memory of a run, without parameters and their gradients."""
     with layers.pipeline(which) as pipe:
         pipe.run([layers.batch] * 2)
         gc.collect()
@@ -173,14 +173,14 @@ def test_memory_goes_after_its_copy_and_comes_after_earlier_work() -> None:
 
 
 class Saved:
-    """A leaf and a loss of it, apart from the context."""
+    """A leaf and a loss computed from it, outside the context."""
 
     def __init__(self, source: Tensor, loss: Tensor) -> None:
         self.source, self.loss = source, loss
 
 
 class Moments:
-    """A step whose state outlives iterations, and work in between that could use its memory."""
+    """A step whose state outlives iterations, with work that could reuse its memory."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.weight = torch.ones(2**18, device=DEVICE)

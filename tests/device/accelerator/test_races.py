@@ -1,4 +1,4 @@
-"""Races are found in prefetchers of other libraries' idioms, and in no right one."""
+"""Races are found in prefetchers in the style of other libraries, and in no correct one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules on streams that are asynchronous for real: work waits for work, whoever submits it."""
+"""Schedules on asynchronous streams: work waits for work, whichever thread submits it."""
 
 from __future__ import annotations
 

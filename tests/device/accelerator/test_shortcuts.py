@@ -1,4 +1,4 @@
-"""A shortcut replays its task's outputs on whichever stream the task is now."""
+"""A shortcut replays its task's outputs on the stream that the task is on now."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUMBERS = count()
 
 
 def replayed_elsewhere() -> list[int]:
-    """What is cached late on stream "side", and replayed at once on the caller's."""
+    """Replay on the caller's stream what was cached late on stream "side"."""
     seen: dict[int, Tensor] = {}
     number = next(NUMBERS)
 
@@ -64,7 +64,7 @@ def test_without_the_wait_it_would_be_too_soon(monkeypatch: pytest.MonkeyPatch) 
 
 
 def trained_with(plan: PipelinePlan | None, seed: int, *names: str) -> list[Tensor]:
-    """What training on one batch comes to, with shortcuts from the third iteration on."""
+    """Train on one batch, with shortcuts from the third iteration on."""
     (batch,) = batches(1)
     return trained(plan, seed, [batch] * 2, [batch] * 8, [batch] * 2, shortcuts=names)
 

@@ -1,4 +1,4 @@
-"""``through`` on a device: what is behind the caller's thread finds complete values."""
+"""``through`` on a device: functions after the caller's thread find complete values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCHES = 24
 
 @pytest.fixture(autouse=True)
 def late() -> Iterator[None]:
-    """Late streams, and memory that is poisoned when it is freed."""
+    """Use late streams, and poison freed memory."""
     with backend.misbehaving(late_streams=200.0, poison=True, link_us_per_mib=4e5):
         yield
 

@@ -1,4 +1,4 @@
-"""The virtual device finds what it promises to find, and nothing else."""
+"""The virtual device finds the violations that it is meant to find, and no others."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ SEEDS = range(10)
 
 
 def kinds(device: VirtualDevice) -> set[type]:
-    """What kinds of violation a device has found."""
+    """Return the kinds of violation that a device has found."""
     return {type(violation) for violation in device.violations}
 
 
 def constant(device: VirtualDevice, value: Any) -> Buffer:
-    """A new buffer with a value, made on the current stream."""
+    """Return a new buffer with a value, made on the current stream."""
     return device.launch(lambda: value)
 
 
 def two_streams(device: VirtualDevice) -> tuple[VirtualStream, VirtualStream]:
-    """Two streams beside the default one."""
+    """Return two streams other than the default one."""
     return device.new_stream(StreamSpec()), device.new_stream(StreamSpec())
 
 
 def on_thread(device: VirtualDevice, fn: Callable[[], None]) -> None:
-    """Run ``fn`` on a thread of the operating system's, of which the device learns nothing."""
+    """Run ``fn`` on a thread that the device does not know."""
     thread = threading.Thread(target=fn)
     thread.start()
     thread.join()

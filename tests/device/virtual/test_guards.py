@@ -1,4 +1,4 @@
-"""On a device as late as can be nothing goes wrong where a run is broken off."""
+"""The latest possible device finds no violation in runs that fail or are closed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.strategies import keeping_case, random_case
 
 
 def broken_off(cases: Callable[[int], Any], seeds: Iterable[int]) -> dict[int, object]:
-    """Return what went wrong, by seed, in runs that fail or are closed."""
+    """Return the faults, by seed, of runs that fail or are closed."""
     return {seed: wrong for seed in seeds if (wrong := break_any(cases(seed)))}
 
 
@@ -26,7 +26,7 @@ def test_failing_and_closing_break_no_rule_of_the_device(cases: Callable[[int], 
 
 
 class NotingDevice(VirtualDevice):
-    """Notes what it is asked to hold."""
+    """A device that records what it is asked to hold."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The joint search: its limits, its moves, what it drops, and what it finds."""
+"""The joint search: its limits, its moves, what it discards, and what it finds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.safety import verify_tasks
 
 
 def blocking(**us: float) -> CostModel:
-    """Costs of host work alone; microseconds."""
+    """Return costs of host work alone, in microseconds."""
     return CostModel({name: TaskCost(host_us=time) for name, time in us.items()})
 
 
@@ -46,13 +46,13 @@ COSTS = blocking(copy=60, dist=50, cache=40, train=30)
 def spaced(
     plan: PipelinePlan = STEP, costs: CostModel = COSTS, limits: Limits | None = None
 ) -> tuple[SearchSpace, list[Evaluated]]:
-    """The space of a plan, and the layouts that the search begins with."""
+    """Return the search space of a plan, and the layouts with which the search begins."""
     space = SearchSpace(plan, costs, limits or Limits(), streams=True)
     return space, space.evaluate(space.initial())
 
 
 def threads_of(found: JointSearch) -> set[str]:
-    """The thread groups of what was found, the caller's too."""
+    """Return the thread groups of a result, including the caller's."""
     return {"default", *(entry.thread_group for entry in found.plan.schedule.values())}
 
 

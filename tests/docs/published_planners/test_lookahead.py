@@ -1,4 +1,4 @@
-"""Lookahead assignment: each of its rules, what it gives, and what it refuses."""
+"""Lookahead assignment: each of its rules, its results, and what it refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.safety import verify_tasks
 def chain(
     *tasks: tuple[str, str | None], carried: Sequence[tuple[str, str]] = (), **stages: int
 ) -> PipelinePlan:
-    """One task after the other, each with its stream; all in the last stage but those named.
+    """Return a chain of tasks, each with its stream, in the last stage except the named ones.
 
     The host may not run ahead of the device, which would overlap iterations without lookaheads.
     """
@@ -40,7 +40,7 @@ def chain(
 
 
 def device(**us: float) -> CostModel:
-    """Costs of device work alone; microseconds."""
+    """Return costs of device work alone, in microseconds."""
     return CostModel({name: TaskCost(device_us=time) for name, time in us.items()})
 
 
@@ -132,7 +132,7 @@ COLLECTIVES = PipelinePlan(
 
 
 def on_communicators(**of: str) -> CostModel:
-    """Costs of ``COLLECTIVES``, with the communicator that each uses."""
+    """Return the costs of ``COLLECTIVES``, with the communicator of each."""
     times = {"count": 1, "dist": 50, "train": 100}
     return CostModel(
         {n: TaskCost(device_us=us, resources=tuple(of.get(n, ()))) for n, us in times.items()}

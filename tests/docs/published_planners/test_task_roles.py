@@ -15,7 +15,7 @@ ROLES = TaskRoles.of(resolve_plan(STEP), recsys14.FROZEN)
 def threads(
     preset: str, plan: PipelinePlan = STEP, roles: TaskRoles = ROLES
 ) -> dict[str, set[str]]:
-    """Thread to its tasks, the caller's left out."""
+    """Return the tasks of each thread but the caller's."""
     groups: dict[str, set[str]] = {}
     streams = {name: stream_of(plan, name) for name in plan.schedule}
     for name, group in roles.groups(preset, streams).items():
