@@ -22,7 +22,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``kind`` is each of them, ``device`` a new device of each that has streams."""
+    """Parametrize ``kind`` with all kinds, and ``device`` with a device per kind with streams."""
     here = kinds.APART if metafunc.config.getoption("--accelerator") else kinds.HERE
     if {"kind", "guard"} <= {*metafunc.fixturenames}:
         from tests.device.virtual.guards import GUARDS

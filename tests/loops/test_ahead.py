@@ -1,4 +1,4 @@
-"""One line for a plain loop: batches are made while its body runs, and every bit is the same."""
+"""One changed line in a plain loop: batches are made while its body runs, with equal bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the loop, a task or its body, dr
 
 
 def same(found: Any, expected: Any) -> None:
-    """Bit for bit."""
+    """Check that two values are equal bit for bit."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -89,7 +89,7 @@ def test_an_iterator_gives_a_batch_again_that_was_being_pulled_when_the_loop_was
 
 
 class Stream(IterableDataset[Tensor]):
-    """Goes on from pass to pass."""
+    """A dataset that continues from pass to pass."""
 
     def __init__(self) -> None:
         self.rows = itertools.count()
@@ -99,7 +99,7 @@ class Stream(IterableDataset[Tensor]):
 
 
 class Packer:
-    """Hands out a row of the batch before with each."""
+    """A collate function that moves a row of each batch to the next one."""
 
     left = torch.zeros(4)
 
@@ -110,7 +110,7 @@ class Packer:
 
 
 class OwnLoader:
-    """Of no class that is known."""
+    """A loader of a class that swpipe does not know."""
 
     def __init__(self) -> None:
         self.numbers = itertools.count()
@@ -120,7 +120,7 @@ class OwnLoader:
 
 
 def passes(loader: Iterable[Any], *, left_at: int = 3) -> list[Any]:
-    """The batches of three passes, left early."""
+    """Return the batches of three passes, each left early."""
     return [batch for _ in range(3) for batch in itertools.islice(loader, left_at)]
 
 

@@ -1,4 +1,4 @@
-"""A pass over a loop begins where that of a plain loop does: at ``iter``; batches come later."""
+"""A pass over a loop begins as in a plain loop: at ``iter``; batches come later."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ Wrap = Callable[[Any], Iterable[Any]]
 
 @swpipe.task
 def nothing(ctx: Any) -> None:
-    """Any task."""
+    """Do nothing."""
 
 
 def overlapped(loader: Any) -> Any:
-    """Ahead of nothing."""
+    """Return an overlapped loop whose loader is pulled ahead."""
     return swpipe.overlap(loader, [nothing], pull_ahead=True, device="cpu")
 
 
 def in_a_plan(loader: Any) -> Any:
-    """Over a pipeline of one's own."""
+    """Return a resumable loop over a serial pipeline."""
     return ResumableLoop(SWPipeline(PipelinePlan.serial([nothing]), device="cpu"), loader)
 
 
 def shuffled(workers: int = 0) -> DataLoader[Any]:
-    """Draws a seed when a pass begins, and with the first batch."""
+    """Return a loader that draws a seed when a pass begins, and with the first batch."""
     return DataLoader(torch.arange(8), batch_size=2, shuffle=True, num_workers=workers)
 
 
 def rows(contexts: Iterable[Any]) -> list[Any]:
-    """The batches, of contexts or as they are."""
+    """Return the batches as lists, from contexts or from a plain loop."""
     return [getattr(one, "batch", one).tolist() for one in contexts]
 
 
@@ -75,7 +75,7 @@ def test_a_pass_begins_at_iter(script: Callable[..., Any], workers: int) -> None
 
 
 class Counting:
-    """Says what was asked of it."""
+    """A loader that records the calls."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

@@ -1,4 +1,4 @@
-"""Who uses the random generators of a loop: what is said of it, seen, told, and refused."""
+"""The users of a loop's random generators: declared, seen, reported, and refused."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ IN_TURN = "draws from .*made in turn with the body"
 
 
 def seed(number: int = 3) -> None:
-    """All default generators."""
+    """Seed all default generators."""
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
 
 
 def pulls(count: int, draw: Callable[[int], float]) -> Iterator[float]:
-    """A loader in the process that draws."""
+    """Yield draws in this process."""
     for number in range(count):
         yield number + draw(number)
 
@@ -48,24 +48,24 @@ def nothing(number: int) -> float:
 
 
 def thread_of_pulls(count: int) -> Iterator[int]:
-    """Each batch is the thread that made it."""
+    """Yield the thread that makes each batch."""
     for _ in range(count):
         yield threading.get_ident()
 
 
 def draw_nothing(ctx: Any) -> None:
-    """A task."""
+    """Do nothing."""
 
 
 class Noisy(Rows):
-    """Rows that draw, on the thread that reads them."""
+    """A dataset that draws on the thread that reads it."""
 
     def __getitem__(self, index: int) -> Tensor:
         return super().__getitem__(index) + torch.rand(4)
 
 
 def both_draw(*loops: Any) -> list[float]:
-    """Bodies that draw."""
+    """Run loops over loaders, with bodies that draw."""
     return [float(torch.rand(1)) + random.random() for loop in loops for _ in loop]
 
 
@@ -240,7 +240,7 @@ def test_draws_false_is_checked_later_too() -> None:
 
 
 class Drawn(Sampler[int]):
-    """Draws each index from Python's generator."""
+    """A sampler that draws each index from Python's generator."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(22):
@@ -270,7 +270,7 @@ def test_draws_is_true_false_or_none(draws: Any) -> None:
 
 
 class Own(Dataset[Tensor]):
-    """Of the user's."""
+    """A dataset of a user's own."""
 
     def __len__(self) -> int:
         return 8

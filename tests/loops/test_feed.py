@@ -1,4 +1,4 @@
-"""A feed with workers that are threads, killed and delayed at random, and with real processes."""
+"""A feed with threads as workers, killed and delayed at random, and with real processes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.support.budget import seeds
 
 
 class Stage:
-    """Holds all questions of in-process workers, and lets one after the other go in random order.
+    """A scheduler that holds all questions of in-process workers, and releases them at random.
 
-    A slow question goes when no other has come for a moment; time changes the order alone.
+    A slow question is released when no other has arrived for a moment; time affects the order only.
     """
 
     def __init__(self, seed: int, workers: int, kills: float) -> None:
@@ -35,7 +35,7 @@ class Stage:
         self._thread.start()
 
     def hold(self) -> None:
-        """Return when it is this question's turn; its worker may be killed instead."""
+        """Wait for this question's turn; raise an error if its worker is killed."""
         turn = threading.Event()
         with self._changed:
             self._held[turn] = self._draw.random()
@@ -82,7 +82,7 @@ class StagedWorker(FeedWorker):
 
 
 def staged_run(seed: int, kills: float = 0.1, **options: Any) -> tuple[Feed, list[Any]]:
-    """Run a feed whose policy is the number of updates; returns (updates, value) of each sample."""
+    """Run a feed whose policy is the number of updates; return (updates, value) per sample."""
     trained, updates = [], 0
     stage = Stage(seed, random.Random(seed).randint(1, 5), kills)
     samples = options.pop("samples")
@@ -250,7 +250,7 @@ def test_a_replay_needs_its_requests() -> None:
 
 
 def rollout(policy: dict[str, Tensor], request: int) -> tuple[Tensor, Tensor]:
-    """Samples actions of a linear policy; the noise depends on the request alone."""
+    """Sample actions of a linear policy; the noise depends on the request only."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(request)
     states = torch.randn(4, 3, generator=generator)
@@ -258,7 +258,7 @@ def rollout(policy: dict[str, Tensor], request: int) -> tuple[Tensor, Tensor]:
 
 
 def train(order: Any, replay: Any = None, kill: bool = False) -> tuple[Feed, Tensor]:
-    """Train a linear policy in eight updates; a worker is killed after the second."""
+    """Train a linear policy by eight updates; a worker is killed after the second."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -286,7 +286,7 @@ def train(order: Any, replay: Any = None, kill: bool = False) -> tuple[Feed, Ten
 
 
 def reference() -> Tensor:
-    """The same updates in one process: a sample's policy is two versions old."""
+    """Return the policy after the same updates in one process, with policies two versions old."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""The pace of a feed on a virtual clock: throughput with heavy tails, and no sample too old."""
+"""The pace of a feed on a virtual clock: throughput with heavy tails, and limited staleness."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRAIN_S = 0.5
 
 
 class Simulation:
-    """Workers that take ``durations``, and a trainer that takes TRAIN_S for a batch, in seconds."""
+    """A simulation of workers with given ``durations``, and a trainer with TRAIN_S per batch."""
 
     def __init__(self, pace: FeedPace, batch: int, workers: int, durations: list[float]) -> None:
         self.pace, self.batch, self.durations = pace, batch, durations
@@ -53,7 +53,7 @@ class Simulation:
 
 
 def heavy_tails(samples: int, seed: int) -> list[float]:
-    """Most take 1 to 2 s, one in a hundred 50 s, where they are cut off."""
+    """Return durations of mostly 1 to 2 s; one in a hundred is 50 s, where they are cut off."""
     draw = random.Random(seed)
     return [min(draw.paretovariate(1.1), 50.0) for _ in range(samples)]
 
@@ -82,7 +82,7 @@ def test_completion_order_hands_out_what_is_there() -> None:
 
 
 def random_walk(pace: FeedPace, batch: int, samples: int, draw: random.Random) -> None:
-    """Answer, lose and hand out in random order; checks that something is always possible."""
+    """Answer, lose and take in random order; check that some action is always possible."""
     running: list[Arrival] = []
     arrived: list[int] = []
     while not pace.done:

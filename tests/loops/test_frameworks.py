@@ -42,29 +42,29 @@ STEPS = [3, 7, 9, 13, 17, 19]
 
 
 def network() -> nn.Module:
-    """A model with random numbers of its own."""
+    """Return a model that draws random numbers."""
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
 
 
 def loaders(rows: int = ROWS, **options: Any) -> list[DataLoader[Any]]:
-    """For training and for evaluation; the last batches are smaller."""
+    """Return loaders for training and for evaluation, whose last batches are smaller."""
     data = TensorDataset(torch.randn(rows, 4))
     return [DataLoader(data, batch_size=4, shuffle=True, **options), DataLoader(data, batch_size=8)]
 
 
 @swpipe.task(pure=True)
 def decode(ctx: Any) -> None:
-    """The part that needs no model."""
+    """Decode a batch; this needs no model."""
     ctx.x = ctx.batch[0] * 2
 
 
 def declared(tasks: list[Any]) -> list[swpipe.PipelineTask]:
-    """Functions as tasks; tasks as they are."""
+    """Return functions as tasks, and tasks unchanged."""
     return [one if isinstance(one, swpipe.PipelineTask) else swpipe.task(one) for one in tasks]
 
 
 class OfAccelerate:
-    """As its documentation writes a loop."""
+    """A loop as Accelerate's documentation writes it."""
 
     def __init__(self, rows: int = ROWS, **options: Any) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -97,7 +97,7 @@ class OfAccelerate:
         self.optimizer.zero_grad()
 
     def body(self, ctx: Any) -> Any:
-        """What the loop asks for after the tasks: all of it may differ by iteration."""
+        """Return everything that the loop's body asks Accelerate for in an iteration."""
         if self.accelerator.sync_gradients:
             self.steps.append(ctx.iter_idx)
         state = self.accelerator.gradient_state
@@ -116,7 +116,7 @@ class OfAccelerate:
 
 
 class OfFabric:
-    """With its wrappers of the model, the optimizer and the loaders."""
+    """A loop with Fabric's wrappers of model, optimizer and loaders."""
 
     def __init__(self) -> None:
         self.fabric = lightning.Fabric(accelerator="cpu", devices=1)
@@ -152,7 +152,7 @@ class OfFabric:
 
 
 def train(loop: Any, passes: Iterator[Any]) -> list[Any]:
-    """The body of both runs; returns all numbers that they show."""
+    """Run the body for both ways; return all numbers that it sees."""
     seen = []
     for contexts in passes:
         for ctx in contexts:
@@ -163,7 +163,7 @@ def train(loop: Any, passes: Iterator[Any]) -> list[Any]:
 
 
 def plainly(loop: Any) -> list[Any]:
-    """As the tool's own users do."""
+    """Run the plain loop of the framework's users."""
     numbers = count()
 
     def contexts() -> Iterator[Any]:
@@ -180,7 +180,7 @@ def plainly(loop: Any) -> list[Any]:
 
 
 def overlapped(loop: Any) -> list[Any]:
-    """With one call more."""
+    """Run the loop with ``swpipe.overlap``."""
     with swpipe.overlap(loop.loader, loop.tasks, pull_ahead=True, device="cpu") as contexts:
         assert contexts.overlap.loader_ahead
         assert "decode" in contexts.overlap.ahead
@@ -294,13 +294,13 @@ UNPACK, SHOW = "unpack batch", "show end_of_dataloader"
 
 
 def not_at_ends() -> OfAccelerate:
-    """It accumulates over the end of an epoch."""
+    """Return a loop that accumulates gradients over the end of an epoch."""
     plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
     return OfAccelerate(gradient_accumulation_plugin=plugin)
 
 
 class Skipping(OfAccelerate):
-    """A pass that begins in the middle."""
+    """A loop whose first pass begins in the middle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,16 +338,16 @@ def test_each_kind_of_prepared_loader_in_a_plan_of_ones_own(make: Any, steps: li
 
 
 def through_a_generator(loader: Any) -> Iterator[Any]:
-    """As user code may wrap it."""
+    """Wrap a loader in a generator."""
     yield from loader
 
 
 def used(ctx: Any) -> None:
-    """Any task."""
+    """Do nothing."""
 
 
 def made(pull_group: str | None = None) -> SWPipeline[Any]:
-    """A pipeline that pulls a batch ahead."""
+    """Return a pipeline that pulls a batch ahead."""
     plan = PipelinePlan({"used": TaskSchedule(0)}, pipeline_depth=2, pull_group=pull_group)
     return SWPipeline(plan, [swpipe.task(used)], device="cpu")
 

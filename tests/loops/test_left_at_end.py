@@ -1,4 +1,4 @@
-"""A pass that is left in the body of its last batch: the rest of it is no batch."""
+"""A pass that is left in the body of its last batch has no batch left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EPOCHS, BATCHES = 3, 3
 
 
 def make(own: bool) -> Any:
-    """A loop over three batches a pass, shuffled by a generator of its own or torch's."""
+    """Return a loop of three batches per pass, shuffled by its own or the default generator."""
     generator = torch.Generator().manual_seed(3) if own else None
     loader = DataLoader(torch.arange(6.0), 2, shuffle=True, generator=generator)  # type: ignore[arg-type]
     return swpipe.ahead(loader)

@@ -1,4 +1,4 @@
-"""What the body gets is what the loader made, and what functions returned; or it is refused."""
+"""The body gets what the loader made and functions returned; otherwise the loop is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCHES = 14
 
 
 def windows() -> Iterator[Any]:
-    """Half-overlapping windows of a ring: audio, sensors."""
+    """Yield half-overlapping windows of a ring, as for audio or sensors."""
     ring = torch.zeros(64)
     for i in range(BATCHES):
         ring[4 * i % 48 : 4 * i % 48 + 8] = i
@@ -30,7 +30,7 @@ def windows() -> Iterator[Any]:
 
 
 def shifting() -> Iterator[Any]:
-    """A sliding window that is refilled."""
+    """Yield a sliding window that is refilled."""
     ring = np.zeros(64)
     for i in range(BATCHES):
         ring[i : i + 8] = i
@@ -38,7 +38,7 @@ def shifting() -> Iterator[Any]:
 
 
 def columns() -> Iterator[Any]:
-    """A view that is not in one piece."""
+    """Yield a view that is not contiguous."""
     rows = np.zeros((50, 50))
     for i in range(BATCHES):
         rows[:, ::2] = i
@@ -46,7 +46,7 @@ def columns() -> Iterator[Any]:
 
 
 def reversed_rows() -> Iterator[Any]:
-    """A view with negative steps."""
+    """Yield a view with negative steps."""
     rows = np.zeros((50, 50))
     for i in range(BATCHES):
         rows[:] = i
@@ -54,7 +54,7 @@ def reversed_rows() -> Iterator[Any]:
 
 
 def middle() -> Iterator[Any]:
-    """A large buffer of which the padding at both ends stays."""
+    """Yield the middle of a large buffer whose padding stays unchanged."""
     padded = np.zeros(100_000, np.float32)
     for i in range(BATCHES):
         padded[40_000:60_000] = i
@@ -62,7 +62,7 @@ def middle() -> Iterator[Any]:
 
 
 def given_back() -> Iterator[Any]:
-    """Written after it was handed out, when the body is done in a plain loop."""
+    """Yield a batch, and write it when the body is done in a plain loop."""
     for i in range(BATCHES):
         buffer = np.full(4, float(i))
         yield buffer
@@ -70,7 +70,7 @@ def given_back() -> Iterator[Any]:
 
 
 def filled_dict() -> Iterator[Any]:
-    """One dict, filled anew."""
+    """Yield one dict, which is refilled."""
     batch = {}
     for i in range(BATCHES):
         batch["x"] = torch.full((4,), float(i))
@@ -78,7 +78,7 @@ def filled_dict() -> Iterator[Any]:
 
 
 def filled_list() -> Iterator[Any]:
-    """One list, filled anew."""
+    """Yield one list, which is refilled."""
     batch: list[Tensor] = []
     for i in range(BATCHES):
         batch[:] = [torch.full((4,), float(i))]
@@ -86,7 +86,7 @@ def filled_list() -> Iterator[Any]:
 
 
 def filled_numbers() -> Iterator[Any]:
-    """One list of numbers, filled anew."""
+    """Yield one list of numbers, which is refilled."""
     batch: list[int] = []
     for i in range(BATCHES):
         batch[:] = [i, i]
@@ -94,7 +94,7 @@ def filled_numbers() -> Iterator[Any]:
 
 
 def longer_list() -> Iterator[Any]:
-    """One list in a dict, which gets longer."""
+    """Yield a dict with one list, which grows."""
     batch: dict[str, list[int]] = {"x": []}
     for _ in range(BATCHES):
         batch["x"].append(1)
@@ -102,7 +102,7 @@ def longer_list() -> Iterator[Any]:
 
 
 def ring() -> Iterator[Tensor]:
-    """Buffers that only the loader writes, enough of them."""
+    """Yield enough buffers, which only the loader writes."""
     buffers = [torch.empty(8) for _ in range(6)]
     for i in range(40):
         yield buffers[i % 6].fill_(i)
@@ -113,7 +113,7 @@ def doubled(batch: Tensor) -> Tensor:
 
 
 def run(loop: Any, body: Callable[[int], Any] = lambda number: None) -> None:
-    """A body that begins when all that may be pulled has been."""
+    """Run a loop whose body begins when everything that may be pulled has been pulled."""
     for number, _ in enumerate(loop):
         settle(loop.pipe)
         body(number)
@@ -325,7 +325,7 @@ def test_other_memory_of_the_same_tensor_is_a_change() -> None:
 
 
 class Counter:
-    """Keeps how many batches it has seen."""
+    """A function that counts the batches that it has seen."""
 
     seen = 0
 
@@ -335,7 +335,7 @@ class Counter:
 
 
 class Mean:
-    """Keeps a mean."""
+    """A function that keeps a mean."""
 
     mean = 0.0
 
@@ -345,7 +345,7 @@ class Mean:
 
 
 class Noise:
-    """Keeps a generator of numpy's."""
+    """A function that keeps a generator of numpy."""
 
     def __init__(self) -> None:
         self.draws = np.random.default_rng(3)
@@ -355,7 +355,7 @@ class Noise:
 
 
 class Scratch:
-    """Uses one buffer in all calls, on several threads at once."""
+    """A function that uses one buffer in all calls, on several threads at once."""
 
     def __init__(self) -> None:
         self.buffer = np.zeros(1)
@@ -453,7 +453,7 @@ def test_a_state_is_refused_whose_function_draws_from_a_generator_of_its_own() -
 
 
 class Mapped:
-    """A plain loop's batches."""
+    """A loader that applies a function to rows."""
 
     def __init__(self, function: Callable[[Any], Any], rows: list[Any]) -> None:
         self.function, self.rows = function, rows

@@ -1,4 +1,4 @@
-"""What is given to loops by mistake: refused at the call, with the value and the rule."""
+"""Wrong arguments of loops are refused at the call, with the value and the rule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TASKS = Training().functions()
 
 
 def train(ctx: Any) -> None:
-    """A task."""
+    """Do nothing."""
 
 
 MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [

@@ -1,4 +1,4 @@
-"""``swpipe.overlap``: what runs ahead, what is told of it, and what is refused."""
+"""``swpipe.overlap``: what runs ahead, what is reported, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:the loop, a task or its body, dr
 
 
 def measured() -> PipelineTask:
-    """Pure."""
+    """Return a pure task."""
     return PipelineTask("measure", lambda ctx: None, pure=True)
 
 
 def train(ctx: Any) -> None:
-    """Train."""
+    """Do nothing."""
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_two_batches_are_pulled_ahead_and_three_where_tasks_run_ahead(
 
 
 class Own(DataLoader[Any]):
-    """As libraries have them."""
+    """A subclass of ``DataLoader``, as libraries have them."""
 
 
 ROWS = torch.rand(8, 2)
@@ -161,5 +161,5 @@ def test_tasks_that_run_ahead_may_be_shortcut(replayed: list[str]) -> None:
 
 
 def nothing() -> PipelineTask:
-    """A task that does nothing."""
+    """Do nothing."""
     return PipelineTask("nothing", lambda ctx: None)

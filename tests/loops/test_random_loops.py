@@ -1,4 +1,4 @@
-"""Random loops that draw on either side have the numbers of the plain loop, or are refused."""
+"""Random loops that draw on either side have the plain loop's numbers, or are refused."""
 
 from __future__ import annotations
 

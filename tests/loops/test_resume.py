@@ -1,6 +1,7 @@
 """A run that was stopped and resumed, under any plan, has the numbers of one that was not.
 
-Of most of these loaders the library alone, torchdata 0.11 or datasets, goes on with other rows.
+With most of these loaders, the library alone (torchdata 0.11 or datasets) continues with other
+rows.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Rows(ContractRows):
-    """Those of the contract."""
+    """The rows of ``tests.contract``."""
 
     def __init__(self) -> None:
         super().__init__(Failing())
 
 
 class Noisy(Rows):
-    """They have noise by a generator of their own."""
+    """Rows with noise from a given generator."""
 
     def __init__(self, draws: Any) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class Noisy(Rows):
 
 
 class NoisyInWorkers(Rows):
-    """By Python's generator, of which each worker has its own."""
+    """Rows with noise from Python's generator, of which each worker has its own."""
 
     def __getitem__(self, row: int) -> Tensor:
         return super().__getitem__(row) + random.random()
@@ -73,14 +74,14 @@ _UNKNOWN = [np.random.default_rng(3)]
 
 
 class Unknown(Rows):
-    """By a generator of the module."""
+    """Rows with noise from a generator of this module."""
 
     def __getitem__(self, row: int) -> Tensor:
         return super().__getitem__(row) + float(_UNKNOWN[0].random())
 
 
 class Permuted(Sampler[int]):
-    """By a generator of numpy's of its own."""
+    """A sampler that permutes by a generator of numpy of its own."""
 
     def __init__(self) -> None:
         self.draws = np.random.default_rng(5)
@@ -93,7 +94,7 @@ class Permuted(Sampler[int]):
 
 
 class Buffered(IterableDataset[Tensor]):
-    """From a buffer of four rows, which is filled anew when its state is loaded."""
+    """A dataset that shuffles in a buffer of four rows, and refills it when a state is loaded."""
 
     def __init__(self) -> None:
         self.epoch, self.at, self.draws = -1, 0, random.Random()
@@ -120,7 +121,7 @@ class Buffered(IterableDataset[Tensor]):
 
 
 class BeginsWhereItWasSet(IterableDataset[float]):
-    """In each pass, as a dataset of Hugging Face that a worker of several passes has."""
+    """A dataset that begins all passes at its loaded state, like Hugging Face's in a worker."""
 
     def __init__(self) -> None:
         self.begin = self.at = 0
@@ -137,7 +138,7 @@ class BeginsWhereItWasSet(IterableDataset[float]):
 
 
 def nodes() -> Any:
-    """Of torchdata."""
+    """Return a loader of torchdata's nodes."""
     from torchdata.nodes import Batcher, Loader, Mapper, MapStyleWrapper
 
     sampler = RandomSampler(Rows(), generator=with_generator())
@@ -146,17 +147,17 @@ def nodes() -> Any:
 
 
 def stateful(rows: Any = None, **options: Any) -> Any:
-    """Of torchdata."""
+    """Return a ``StatefulDataLoader`` of torchdata."""
     return torchdata(rows or Rows(), **{"batch_size": 1, "shuffle": None, **options})
 
 
 def plain(rows: Any = None, **options: Any) -> DataLoader[Tensor]:
-    """Without a state."""
+    """Return a loader without a state."""
     return DataLoader(rows or Rows(), **{"batch_size": 1, **options})
 
 
 class PermutedByDefault(Permuted):
-    """By numpy's default generator."""
+    """A sampler that permutes by numpy's default generator."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(np.random.permutation(ROWS).tolist())
@@ -205,11 +206,11 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_numbers(name: str) -> None
 
 
 def use(ctx: Any) -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 def over(loader: Any) -> OverlappedLoop[Any]:
-    """A loop whose rows are looked at in the body."""
+    """Return a loop whose body looks at the rows."""
     return swpipe.overlap(loader, [use], pull_ahead=False, device="cpu")
 
 
@@ -225,12 +226,12 @@ def test_rows_come_from_workers_that_draw() -> None:
 
 
 def living(rows: Any) -> Any:
-    """One worker for all passes."""
+    """Return a loader with one worker for all passes."""
     return stateful(rows, num_workers=1, persistent_workers=True)
 
 
 def state_at(loop: ResumableLoop[Any], number: int, **options: Any) -> Any:
-    """A checkpoint in the body of an iteration."""
+    """Return a checkpoint from the body of an iteration."""
     return next(copy.deepcopy(loop.state_dict(**options)) for c in loop if c.iter_idx == number)
 
 
@@ -248,7 +249,7 @@ REFUSED = "does not lead to the batches|begun again, does not give the batches"
 
 
 def unknown(make: Callable[[], Any], **options: Any) -> Any:
-    """A state from the third pass over a loader that draws from what swpipe does not know."""
+    """Return a state from the third pass over a loader with an unknown generator."""
     _UNKNOWN[0] = np.random.default_rng(3)
     with over(make()) as loop:
         assert len([*loop, *loop]) == 40
@@ -278,7 +279,7 @@ def test_other_rows_are_taken_where_they_do_not_matter() -> None:
 
 
 def plain_unknown() -> DataLoader[float]:
-    """The loader of a module's generator."""
+    """Return a loader that draws from a generator of this module."""
     return plain(Unknown())
 
 
@@ -327,7 +328,7 @@ def test_each_worker_is_compared() -> None:
 
 
 class Anything:
-    """Of which nothing is known."""
+    """An object without known contents."""
 
 
 def test_batches_are_told_apart_by_what_is_in_them() -> None:
@@ -420,7 +421,7 @@ def test_a_state_is_not_loaded_in_mid_flight() -> None:
 
 
 class ByChance(Sequence[float]):
-    """Its batches are those of another pass, but for the last one before the stop."""
+    """Batches of another pass, except for the last one before the stop."""
 
     def __init__(self, first: int) -> None:
         self.first = first

@@ -1,4 +1,4 @@
-"""A state is saved where it leads back to the same numbers, and refused by name elsewhere."""
+"""A state is saved if it leads to the same numbers; otherwise it is refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PURE = ("read", "use", "use_nothing")
 
 
 def tasks_of(*functions: Callable[[Any], None], **io: Any) -> list[PipelineTask]:
-    """Tasks of the functions' names; ``io`` by the name."""
+    """Return tasks named after the functions; ``io`` is by name."""
     return [
         PipelineTask(n, one, io=io.get(n, ()), pure=n in PURE)
         for one in functions
@@ -34,7 +34,7 @@ def tasks_of(*functions: Callable[[Any], None], **io: Any) -> list[PipelineTask]
 
 
 def ahead(*functions: Callable[[Any], None], group: str = "io", **io: Any) -> SWPipeline[Any]:
-    """The first function runs ahead of the others, of the given thread group."""
+    """Return a pipeline in which the first function runs ahead of the others."""
     tasks = tasks_of(*functions, **io)
     names = [task.name for task in tasks]
     plan = PipelinePlan(
@@ -48,17 +48,17 @@ def ahead(*functions: Callable[[Any], None], group: str = "io", **io: Any) -> SW
 
 
 def read(ctx: Any) -> None:
-    """Uses the context alone."""
+    """Use the context alone."""
     ctx.x = ctx.batch
 
 
 def use(ctx: Any) -> None:
-    """The same."""
+    """Use the context alone."""
     ctx.y = ctx.x
 
 
 def use_nothing(ctx: Any) -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 # ------------------------------------------------------------------------------ within a call
@@ -81,7 +81,7 @@ def test_a_state_is_not_saved_in_a_task(run: str) -> None:
 
 
 def failing(at: int) -> SWPipeline[Any]:
-    """A task ahead fails, once."""
+    """Return a pipeline whose task ahead fails once."""
     numbers = [at]
 
     def read(ctx: Any) -> None:
@@ -141,7 +141,7 @@ def test_a_closed_pipeline_is_saved_only_if_it_was_idle() -> None:
 
 
 def counts(ctx: Any) -> None:
-    """Says nothing of what it touches."""
+    """Do nothing, without a declaration."""
 
 
 @pytest.mark.parametrize("group", ["io", "default"])
@@ -177,7 +177,7 @@ def test_a_task_that_declares_what_it_uses_is_taken_at_its_word() -> None:
 
 
 def loop_over(loader: Any, depth: int = 3) -> ResumableLoop[Any]:
-    """A loop that pulls ahead."""
+    """Return a loop that pulls ahead."""
     tasks = tasks_of(read, use)
     pipe = SWPipeline(prefetch_plan(["read"], ["use"], depth=depth), tasks, device="cpu")
     return ResumableLoop(pipe, loader)
@@ -291,7 +291,7 @@ def test_batches_that_an_iterator_gives_again_count_once() -> None:
 
 
 class Unplaced:
-    """A loader that nobody can ask where it is."""
+    """A loader without a state."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(6))
@@ -380,7 +380,7 @@ def test_a_random_task_that_runs_ahead_does_not_show_in_a_state() -> None:
 
 
 def living(rows: Rows) -> DataLoader[torch.Tensor]:
-    """Its worker lives on from pass to pass."""
+    """Return a loader whose worker persists from pass to pass."""
     return batches(rows, shuffle=True, num_workers=1, persistent_workers=True)
 
 
