@@ -40,7 +40,7 @@ OF_A_THREAD = {"a context variable"}
 
 
 class State(NamedTuple):
-    """A state: how it is read, as a number, and written, with the number of the iteration."""
+    """A state: functions to read it as a number, and to write it with the iteration's number."""
 
     read: Callable[[], float]
     write: Callable[[int], object]
@@ -101,14 +101,14 @@ KINDS: dict[str, tuple[Callable[[Path], State], bool]] = {
 
 
 class Touch(NamedTuple):
-    """How a part of the program uses a state."""
+    """The use of a state by a part of the program."""
 
     reads: bool
     writes: bool
 
 
 class Program:
-    """A random program; ``fresh`` begins it anew."""
+    """A random program; ``fresh`` restarts it."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         rng = self._rng = random.Random(seed)
@@ -149,7 +149,7 @@ class Program:
         return Touch(touch.reads and "r" in allowed, touch.writes and "w" in allowed)
 
     def fresh(self) -> None:
-        """New states, and the tasks on them."""
+        """Make new states, and tasks that use them."""
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
@@ -161,7 +161,7 @@ class Program:
         self.tasks = [self._task(name) for name in self.names]
 
     def _use(self, part: str, number: int) -> float:
-        """Touch the part's states; what it read."""
+        """Use the part's states, and return what it read."""
         time.sleep(self.slow.get(part, 0))
         found = 0.0
         for kind, state in self.states.items():
@@ -192,18 +192,18 @@ class Program:
         return PipelineTask(name, run, io=io, pure=self.says[name] == "pure")
 
     def body(self, ctx: Any) -> None:
-        """What comes after the tasks."""
+        """Run the part of the loop after the tasks."""
         self.seen.append([getattr(ctx, name) for name in self.names])
         self.seen.append(self._use("body", ctx.iter_idx))
 
     def result(self, contexts: Iterable[Any]) -> list[Any]:
-        """Run the body over contexts; what it saw, and the states in the end."""
+        """Run the body over contexts; return what it saw, and the final states."""
         for ctx in contexts:
             self.body(ctx)
         return [*self.seen, *(str(s.read()) for s in self.states.values())]
 
     def plain(self) -> Iterator[Any]:
-        """The contexts of the plain loop."""
+        """Yield the contexts of the plain loop."""
         for number, batch in enumerate(self.loader):
             ctx = IterContext(batch, number)
             for task in self.tasks:
@@ -211,12 +211,12 @@ class Program:
             yield ctx
 
     def has_body(self) -> bool:
-        """Whether the caller touches any state, also in the end, where it is a thread's own."""
+        """Return whether the caller uses any state; it reads those of its own thread in the end."""
         own = not OF_A_THREAD.isdisjoint(self.kinds)
         return own or any(any(self.touches["body", kind]) for kind in self.kinds)
 
     def plan(self) -> PipelinePlan:
-        """A random plan, often with the dependences that the declarations need."""
+        """Return a random plan, often with the dependences that the declarations need."""
         rng = self._rng
         stage, schedule = 0, {}
         for name in self.names:
@@ -234,7 +234,7 @@ class Program:
 
 
 def swpipe_with(plan: PipelinePlan, depth: int | None) -> PipelinePlan:
-    """The plan with this depth."""
+    """Return the plan with this depth."""
     return PipelinePlan(
         plan.schedule, deps=plan.deps, cross_iter_deps=plan.cross_iter_deps, pipeline_depth=depth
     )
@@ -246,7 +246,7 @@ def iterated(program: Program, plan: PipelinePlan) -> list[Any]:
 
 
 def run(program: Program, plan: PipelinePlan) -> list[Any]:
-    """Without a body: contexts are kept by an observer's task, and looked at in the end."""
+    """Run without a body: the last task keeps the contexts, which are read in the end."""
     kept: list[Any] = []
     last = program.names[-1]
     tasks = [
@@ -259,7 +259,7 @@ def run(program: Program, plan: PipelinePlan) -> list[Any]:
 
 
 def keeping(fn: Callable[[Any], None], kept: list[Any]) -> Callable[[Any], None]:
-    """The function, which keeps its context too."""
+    """Return the function, which also keeps its context."""
 
     def also(ctx: Any) -> None:
         fn(ctx)
@@ -284,7 +284,7 @@ WAYS: dict[str, Callable[[Program, PipelinePlan], list[Any]]] = {
 
 
 def outcomes(seeds: Iterable[int], folder: Path) -> tuple[Counter[str], list[str]]:
-    """How the programs went, and those that differ from the plain loop."""
+    """Count how the programs ended, and return those that differ from the plain loop."""
     counts, differ = Counter[str](), list[str]()
     for seed in seeds:
         program = Program(seed, folder)

@@ -1,4 +1,4 @@
-"""Loaders whose iterators have a state of their own are resumed in mid-pass, by any protocol."""
+"""Loaders whose iterators have a state are resumed in mid-pass, by any protocol."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCHES = 24
 
 
 class Numbers:
-    """An iterator with ``get_state`` and ``set_state``; what it shuffles by is in its state."""
+    """An iterator with ``get_state`` and ``set_state``, which shuffles by its state."""
 
     def __init__(self) -> None:
         self.place = 0
@@ -42,7 +42,7 @@ class Numbers:
 
 
 class Dataset:
-    """Makes such iterators, which count how many batches are pulled of them."""
+    """A dataset that makes such iterators, and counts the batches pulled from them."""
 
     pulled = 0
 
@@ -59,7 +59,7 @@ class Dataset:
 
 
 class Counting:
-    """An iterator that has no methods for its state."""
+    """An iterator without methods for its state."""
 
     def __init__(self, first: int = 0) -> None:
         self.place = first

@@ -1,4 +1,4 @@
-"""A stop from outside ends all ranks' loops after the same whole step, and the jobs go on."""
+"""A request to stop ends the loops of all ranks after the same step, and jobs can be resumed."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ TASKS = [PipelineTask("decode", lambda ctx: None, pure=True)]
 
 
 def sent(number: int = signal.SIGTERM) -> None:
-    """This process gets a signal."""
+    """Send a signal to this process."""
     os.kill(os.getpid(), number)
 
 
 def a_generator() -> Iterator[int]:
-    """Six steps."""
+    """Yield six steps."""
     yield from range(6)
 
 
 def overlapped() -> Iterable[Any]:
-    """The same steps."""
+    """Return the same steps from an overlapped loop."""
     return swpipe.overlap(range(6), TASKS, device="cpu")
 
 
@@ -98,7 +98,7 @@ def test_a_watched_loop_is_as_the_loop() -> None:
 
 
 def enter() -> None:
-    """Twice, without signals first."""
+    """Enter twice, first without signals."""
     with StopRequest(signals=()):
         pass
     StopRequest().__enter__()
@@ -235,13 +235,13 @@ def _look_often() -> None:
 
 
 def _agreed(stop: StopRequest) -> None:
-    """The ranks have agreed where to stop."""
+    """Wait until the ranks have agreed where to stop."""
     assert stop._ranks is not None
     stop._ranks._thread.join(60)
 
 
 def _some_are_asked(asked: dict[int, int]) -> tuple[int, str]:
-    """Ranks and the steps in which they are asked."""
+    """Ask some ranks to stop, in given steps."""
     _look_often()
     done = 0
     with StopRequest() as stop:
@@ -264,7 +264,7 @@ def test_all_ranks_stop_where_some_are_asked(four_ranks: Ranks, asked: dict[int,
 
 
 def _one_has_ended() -> tuple[int, bool]:
-    """Rank 0 has left; rank 1 is asked in the last step."""
+    """Ask rank 1 in its last step, when rank 0 has left."""
     _look_often()
     done = 0
     with StopRequest() as stop:
@@ -285,7 +285,7 @@ def test_no_rank_stops_where_another_one_has_ended(two_ranks: Ranks) -> None:
 
 
 def _uneven() -> list[int]:
-    """Rank 0 has less data, and waits between its passes when rank 1 is asked."""
+    """Ask rank 1 while rank 0, which has less data, waits between its passes."""
     _look_often()
     rank, done = dist.get_rank(), []
     with StopRequest() as stop:
@@ -312,7 +312,7 @@ def test_ranks_whose_data_ends_earlier_wait_for_nobody(two_ranks: Ranks) -> None
 
 
 def _none_answers(seconds: float) -> str:
-    """Rank 1 has no request."""
+    """Run with a request on rank 0 only."""
     _look_often()
     stop_request.ANSWER_S = seconds
     told = ""

@@ -1,4 +1,4 @@
-"""Functions before the loop's thread, one on it, and some behind it: results of the plain loop."""
+"""Functions before, on and after the loop's thread: results are those of the plain loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THROUGH: Any = swpipe.through
 
 
 def through(loader: Iterable[Any], *functions: Any, **options: Any) -> Any:
-    """On the CPU."""
+    """Run ``swpipe.through`` on the CPU."""
     return swpipe.through(loader, *functions, device="cpu", **options)
 
 
@@ -45,7 +45,7 @@ Way = Callable[..., Iterable[Any]]
 
 
 def plainly(loader: Iterable[Any], *functions: Any, **_: Any) -> Iterator[Any]:
-    """What ``through`` does, as a plain loop."""
+    """Yield the results of a plain loop with these functions."""
     for batch in loader:
         value = batch
         for function in functions:
@@ -59,7 +59,7 @@ def model() -> nn.Module:
 
 
 def evaluation_with_a_file(way: Way, folder: Path) -> Any:
-    """Decode, model, predictions, one line per row in a file."""
+    """Decode, run a model, and write one line per row to a file."""
     net = model().eval()
     with (folder / "predictions.txt").open("w") as file, torch.no_grad():
 
@@ -72,7 +72,7 @@ def evaluation_with_a_file(way: Way, folder: Path) -> Any:
 
 
 def metrics(way: Way, folder: Path) -> Any:
-    """A confusion matrix and a mean that go on from batch to batch."""
+    """Update a confusion matrix and a mean from batch to batch."""
     net, seen = model().eval(), torch.zeros(3, dtype=torch.long)
     total = torch.zeros(())
 
@@ -89,7 +89,7 @@ def metrics(way: Way, folder: Path) -> Any:
 
 
 def export_of_embeddings(way: Way, folder: Path) -> Any:
-    """An embedding runs ahead, with weights that nobody trains; a file for each batch."""
+    """Embed ahead, with frozen weights, and write a file for each batch."""
     table, net = nn.Embedding(50, 4), model().eval()
     ids = [torch.arange(k, k + 5) for k in range(12)]
 
@@ -105,7 +105,7 @@ def export_of_embeddings(way: Way, folder: Path) -> Any:
 
 
 def generation(way: Way, folder: Path) -> Any:
-    """The model draws samples; a slow decoder has three threads."""
+    """Sample from a model, and decode on three threads."""
     net = model().eval()
 
     def sample(x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def generation(way: Way, folder: Path) -> Any:
 
 
 def training_with_a_log(way: Way, folder: Path) -> Any:
-    """A step; its loss and gradient norm are written behind it, from values that it copies."""
+    """Train, and write copies of loss and gradient norm in a later function."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
 
@@ -143,7 +143,7 @@ def training_with_a_log(way: Way, folder: Path) -> Any:
 
 
 def training_with_checkpoints(way: Way, folder: Path) -> Any:
-    """Every third step hands its weights over, to be saved behind it."""
+    """Train, and save copies of the weights in a later function, in every third step."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     steps = iter(range(100))
@@ -177,7 +177,7 @@ LOOPS = [
 def test_results_and_files_are_those_of_the_plain_loop(
     loop: Callable[[Way, Path], Any], tmp_path: Path
 ) -> None:
-    """In every bit: six loops that evaluate, export, generate and train."""
+    """Return the contents of a file; of one of torch's, the tensors, since it contains its name."""
     found = []
     for name, way in (("plain", plainly), ("through", through)):
         torch.manual_seed(11)
@@ -260,11 +260,11 @@ class Planned(Exception):
 
 
 class Interrupted(BaseException):
-    """Like a Ctrl-C."""
+    """An interrupt like Ctrl-C."""
 
 
 class Program:
-    """A loop that fails or is left in one place, and what it has done.
+    """A loop that fails or is left at one place, with what it has done.
 
     Attributes:
         where: What fails, or how the loop is left.
@@ -309,7 +309,7 @@ class Program:
         return batch
 
     def run(self, loop: Iterable[int]) -> str:
-        """One pass: how it ended."""
+        """Run one pass; return how it ended."""
         try:
             for result in loop:
                 self.results.append(result)

@@ -35,7 +35,7 @@ class Fault:
     survives: str = ""
 
     def problem(self) -> str:
-        """Return what makes the entry useless, or an empty string."""
+        """Return why the entry is useless, or an empty string."""
         page, _, promise = self.promise.partition(":")
         if not promise.strip() or not (ROOT / "docs/guide" / page).is_file():
             return f"promise {self.promise!r} does not begin with a page of docs/guide and a colon"

@@ -1,4 +1,4 @@
-"""What the runner of TorchRec's tests makes of a result."""
+"""The outcomes that the runner of TorchRec's tests derives from results."""
 
 from __future__ import annotations
 

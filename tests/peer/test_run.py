@@ -1,4 +1,4 @@
-"""The runner, on a checkout with tests of its own."""
+"""The runner of TorchRec's tests, on a checkout with tests of its own."""
 
 from __future__ import annotations
 

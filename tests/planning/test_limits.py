@@ -1,4 +1,4 @@
-"""What a planner must keep to."""
+"""The limits that a planner must keep."""
 
 from __future__ import annotations
 

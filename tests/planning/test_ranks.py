@@ -1,4 +1,4 @@
-"""A step on many ranks: exact where nothing differs, and what theory and the published step say."""
+"""A step on many ranks: exact without differences, and compared with theory and publications."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORKERS_FIRST = (
 
 
 def steps_ms(plan: PipelinePlan, *ranks: Ranks) -> list[float]:
-    """The steps on several numbers of ranks."""
+    """Return the steps on several numbers of ranks."""
     program = compile_plan(resolve_plan(plan), streams=True)
     return [step_us(program, COSTS14, each) / 1e3 for each in ranks]
 
@@ -72,7 +72,7 @@ def test_one_rank_whose_times_do_not_differ_takes_the_interval(name: str, stream
 
 
 def expected_maximum(number: int, jitter: float) -> float:
-    """The mean of the maximum of so many lognormal factors, by integration."""
+    """Return the mean of the maximum of ``number`` lognormal factors, by integration."""
     sigma = math.sqrt(math.log1p(jitter**2))
     z = np.linspace(-9, 9, 20_001)
     below = np.array([0.5 * (1 + math.erf(one / math.sqrt(2))) for one in z]) ** number
@@ -135,7 +135,7 @@ TWO = CostModel({"read": TaskCost(host_us=6_000), "train": TaskCost(host_us=10_0
 
 
 def on_cpu(**more: Any) -> PipelinePlan:
-    """A read beside training."""
+    """Return a plan of a read beside training."""
     return PipelinePlan(NO_STREAMS, deps=[("train", "read")], **more)
 
 

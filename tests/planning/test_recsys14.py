@@ -1,4 +1,4 @@
-"""The published fourteen tasks: what is known of them, and what the planner makes of them."""
+"""The published fourteen tasks: their known figures, and the planner's results for them."""
 
 from __future__ import annotations
 

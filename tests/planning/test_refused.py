@@ -1,4 +1,4 @@
-"""What simulators and planners refuse: the call, the error, its words."""
+"""Calls that simulators and planners refuse, with the error and its words."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from swpipe.trace.timeline import plot
 
 
 def long_plan(tasks: int, stages: int = 1) -> tuple[PipelinePlan, CostModel]:
-    """A chain of tasks, over some stages."""
+    """Return a chain of tasks over some stages, and its costs."""
     names = [f"t{k}" for k in range(tasks)]
     plan = PipelinePlan({name: TaskSchedule(k * stages // tasks) for k, name in enumerate(names)})
     return plan, CostModel({name: TaskCost(host_us=1.0) for name in names})

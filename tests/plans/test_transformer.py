@@ -59,7 +59,7 @@ def test_attention_that_frees_its_memory_early_comes_before_the_experts() -> Non
 
 
 def order_of(forward: str, backward: str) -> str:
-    """Attention of all layers, and the experts' exchanges, of "d"ense and "m"oe layers."""
+    """Return the order of attention and of the experts' exchanges; layers are "d"ense or "m"oe."""
     kinds = [[LayerKind(moe=one == "m") for one in layers] for layers in (forward, backward)]
     names = {("attn", ""): "", ("attn", "route"): "", ("moe_combine", "start"): "(",
              ("moe_combine", "wait"): ")"}  # fmt: skip

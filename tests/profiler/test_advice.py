@@ -1,4 +1,4 @@
-"""What to change next, on tasks of known cost; and that trying it gives what was promised."""
+"""Advice on tasks of known cost; following it gives what was promised."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ONE_THREAD = PipelinePlan({n: TaskSchedule() for n in ("read", "train", "step")}
 
 
 def profiled(plan: PipelinePlan, tasks: list[PipelineTask], *, pipelined: bool) -> ProfileResult:
-    """A profile with all advice."""
+    """Return a profile with all advice."""
     with SWPipeline(plan, tasks, device="cpu") as pipe:
         return TaskProfiler(pipe).profile(None, pipelined=pipelined)
 
 
 def tried(advice: Advice, tasks: list[PipelineTask]) -> float:
-    """Seconds per iteration under the plan that was advised."""
+    """Return the seconds per iteration under the advised plan."""
     plan = advice.plan
     return profiled(plan, tasks, pipelined=True).baseline_s
 

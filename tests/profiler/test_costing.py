@@ -1,4 +1,4 @@
-"""Costs from a pipeline: known ones come out, and everything is put back."""
+"""Costs of a pipeline: known ones are found, and all state is restored."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_host_time_is_how_long_a_task_occupies_its_thread(host: TimedHost) -> No
 
 
 def us_of(costs: CostModel, field: str) -> dict[str, float]:
-    """One of the costs, by task."""
+    """Return one of the costs, by task."""
     return {name: getattr(cost, field) for name, cost in costs.tasks.items()}
 
 
@@ -236,7 +236,7 @@ def test_resources_are_added() -> None:
 
 
 class Loader:
-    """Three batches in a pass: each computes for 2 ms and waits for 3; a pass begins slowly."""
+    """A loader of three batches per pass: 2 ms of work and 3 ms of wait each, and a slow start."""
 
     def __init__(self, host: TimedHost) -> None:
         self.host = host

@@ -16,7 +16,7 @@ ON = compile_plan(resolve_plan(PipelinePlan.serial(["sleep", "spin"])), streams=
 
 
 def run(host: TimedHost, seen: HostObserver, iteration: int, sleeps_s: float = 0.01) -> None:
-    """One task that leaves the CPU, one that does not, and what no task does."""
+    """Run a task that sleeps, one that computes, and an action of the engine."""
     for name, act in (("sleep", host.sleep), ("spin", host.compute), ("<admit>", host.sleep)):
         seen.arrive(ON[name], iteration)
         seen.start(ON[name], iteration)

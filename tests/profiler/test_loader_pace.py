@@ -1,4 +1,4 @@
-"""A loader that works ahead is measured by what it makes in the long run, not by what is ready."""
+"""The pace of a loader that works ahead is that of the long run, not that of ready batches."""
 
 from __future__ import annotations
 

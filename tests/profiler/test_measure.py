@@ -1,4 +1,4 @@
-"""Windows: what is timed, what is fed, and that the pipeline comes back as it was."""
+"""Windows: what is timed, which batches are used, and that the pipeline is restored."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SEEN: list[tuple[int, Any, bool]] = []
 
 
 def see(ctx: IterContext) -> None:
-    """Notes the iteration, the batch and whether garbage is collected."""
+    """Note the iteration, the batch and whether garbage collection is on."""
     SEEN.append((ctx.iter_idx, ctx.batch, gc.isenabled()))
 
 
 def act(ctx: IterContext) -> None:
-    """Stands for the rest."""
+    """Set an attribute."""
     ctx.done = True
 
 
@@ -33,14 +33,14 @@ TASKS = [PipelineTask("see", see), PipelineTask("act", act)]
 
 @pytest.fixture
 def pipe() -> Iterator[SWPipeline]:
-    """Two stages in two thread groups."""
+    """A pipeline of two stages in two thread groups."""
     SEEN.clear()
     with SWPipeline(overlapped({"io": ["see"], "default": ["act"]}), TASKS) as pipe:
         yield pipe
 
 
 def timer(pipe: SWPipeline, **changes: Any) -> WindowTimer:
-    """Times five iterations after two."""
+    """Return a timer of five iterations after two."""
     values = {"batches": ["b"], "copy": None, "warmup": 2, "measure": 5, "pipelined": False}
     return WindowTimer(pipe, **{**values, **changes})
 
@@ -159,7 +159,7 @@ def test_a_borrowed_pipeline_is_drained_after_a_failure() -> None:
 
 
 class _TimedEvent:
-    """An event of a device whose clock ticks once, a millisecond, per record."""
+    """An event of a device whose clock advances by 1 ms per record."""
 
     clock_ms = 0.0
 
@@ -178,7 +178,7 @@ class _TimedEvent:
 
 
 def run_on(event: type, log: list[str]) -> TimedRun:
-    """A run of a pipeline that only counts, on a device with such events."""
+    """Return a run of a pipeline that counts, on a device with these events."""
     numbers = iter(range(100))
     device = SimpleNamespace(
         name="x:0",

@@ -1,4 +1,4 @@
-"""Which memory tasks are seen to hold, from which task to which."""
+"""The memory that tasks are seen to hold, from which task to which."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def empty(kib: int) -> torch.Tensor:
 
 
 def measured(*fns: Any, batch: Any = None) -> TaskMemory:
-    """What tasks named after their functions hold."""
+    """Return the memory of tasks that are named after their functions."""
     return measure_memory([PipelineTask(fn.__name__, fn) for fn in fns], [batch], device="cpu")
 
 
@@ -88,13 +88,13 @@ def test_the_batch_and_arrays_count() -> None:
 
 
 class Movable:
-    """With a ``to`` of its own."""
+    """An object with a ``to`` of its own."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
 
     def to(self, device: torch.device) -> Movable:
-        """On the device."""
+        """Return the object on the device."""
         return Movable(self.x.to(device))
 
 
@@ -111,7 +111,7 @@ def test_objects_with_to_hold_their_tensors() -> None:
 
 
 class Training:
-    """A step of a linear layer with momentum."""
+    """A training step of a linear layer with momentum."""
 
     def __init__(self) -> None:
         self.model = nn.Linear(256, 1, bias=False)

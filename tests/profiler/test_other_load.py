@@ -1,4 +1,4 @@
-"""What other processes use of the machine, from the tables of a kernel."""
+"""The use of the machine by other processes, from the tables of a kernel."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from swpipe.profiler.other_load import OtherLoad, load_so_far
 
 
 class Kernel:
-    """A folder like ``/proc``; times are in ticks, 100 in a second."""
+    """A folder like ``/proc``; times are in ticks, of which a second has 100."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def cores(self, *busy: int) -> None:
-        """How long each core was busy: half of it for users, the rest for the system and stolen."""
+        """Set how long each core was busy: half for users, the rest for the system and stolen."""
         lines = ["cpu 1 1 1 1 1 1 1 1 0 0"]
         for core, ticks in enumerate(busy):
             user = ticks // 2
@@ -26,7 +26,7 @@ class Kernel:
         (self.folder / "stat").write_text("\n".join([*lines, "intr 1", "ctxt 2"]))
 
     def process(self, pid: int, parent: int, ticks: int, ended: int = 0) -> None:
-        """How long it and those of its children that have ended were on a core."""
+        """Set how long a process, and its children that have ended, were on a core."""
         (self.folder / str(pid)).mkdir(exist_ok=True)
         head = f"{pid} (a (worse) name) S {parent}"
         text = f"{head} 0 0 0 0 0 0 0 0 0 {ticks} 0 {ended} 0 20 0 1"
@@ -35,7 +35,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """Two cores, this process, its parent, and one child of each."""
+    """A kernel with two cores, this process, its parent, and one child of each."""
     seconds = iter([0.0, 10.0, 10.0, 20.0])
     monkeypatch.setattr(other_load, "_PROC", tmp_path)
     monkeypatch.setattr(other_load.time, "monotonic", lambda: next(seconds))

@@ -1,4 +1,4 @@
-"""What users hold: the numbers come out, everything else stays as it was."""
+"""The profiler for users: the figures are right, and all else stays as it was."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUICK = {"num_warmup": 1, "num_measure": 2, "num_rounds": 2}
 
 
 class Job:
-    """A small training job, with everything that profiling could upset."""
+    """A small training job with everything that profiling might disturb."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -51,12 +51,12 @@ class Job:
 
     @property
     def tasks(self) -> list[PipelineTask]:
-        """In the order in which they run."""
+        """Return the tasks in serial order."""
         functions = (self.read, self.forward, self.backward, self.step)
         return [PipelineTask(fn.__name__, fn) for fn in functions]
 
     def state(self) -> list[Any]:
-        """Everything, as plain data."""
+        """Return all state as plain data."""
         return [
             {name: tensor.tolist() for name, tensor in self.model.state_dict().items()},
             [None if p.grad is None else p.grad.tolist() for p in self.model.parameters()],
@@ -80,13 +80,13 @@ BATCH = torch.linspace(0, 1, 12).view(4, 3)
 
 @pytest.fixture
 def job() -> Job:
-    """Ahead of its first step."""
+    """A job before its first step."""
     return Job()
 
 
 @pytest.fixture
 def pipe(job: Job) -> Iterator[SWPipeline]:
-    """The job; it reads one batch ahead in a thread group of its own."""
+    """A pipeline of the job that reads one batch ahead in a thread group of its own."""
     plan = overlapped({"io": ["read"], "default": ["forward", "backward", "step"]})
     with SWPipeline(plan, job.tasks) as pipe:
         yield pipe

@@ -1,4 +1,4 @@
-"""How ranks differ is found again in tables that were drawn so."""
+"""Differences between ranks are found in tables that were drawn with them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEETS = ("exchange",)
 
 
 def measured(rank: int, *, jitter: float = 0.05, longer_us: float = 0.0) -> CostModel:
-    """The tables of a rank: 5% jitter, 4% of the reads five times as long."""
+    """Return the tables of a rank with 5% jitter, and 4% of the reads five times as long."""
     rng = np.random.default_rng(rank)
     sigma = np.sqrt(np.log1p(jitter**2))
     factor = np.exp(rng.normal(-(sigma**2) / 2, sigma, ITERATIONS))

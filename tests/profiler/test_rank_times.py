@@ -1,4 +1,4 @@
-"""Several ranks: who is slow, and who waits for whom."""
+"""Several ranks: which is slow, and which waits for which."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TASKS = ("read", "forward", "backward")
 
 
 def rank(number: int, read_ms: float, waits_ms: float) -> RankTimes:
-    """A rank that reads for so long, and waits for so long in the forward's collective."""
+    """Return a rank with this time to read, and to wait in the forward's collective."""
     host_s = {"read": read_ms / 1e3, "forward": (4 + waits_ms) / 1e3, "backward": 4e-3}
     return RankTimes(
         rank=number,

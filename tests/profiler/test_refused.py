@@ -1,4 +1,4 @@
-"""Calls that are refused before any task runs: the call, the error, its words."""
+"""Calls that are refused before any task runs, with the error and its words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results print, go to JSON and back, and draw themselves."""
+"""Results print, are saved as JSON and loaded, and draw charts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ restored afterwards: model (Linear), self.optimizer (SGD)
 
 
 def stripped(text: str) -> list[str]:
-    """Lines without what pads their ends."""
+    """Return lines without trailing spaces."""
     return [line.rstrip() for line in text.splitlines()]
 
 
@@ -220,7 +220,7 @@ def test_a_damaged_result_is_refused(change: dict[str, object]) -> None:
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The place of each part of a JSON value."""
+    """Yield the place of each part of a JSON value."""
     if path:
         yield path
     if isinstance(value, dict | list):

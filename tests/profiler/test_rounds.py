@@ -1,4 +1,4 @@
-"""Which visits are made, in which order, how many, and what becomes of failures."""
+"""The visits of a profile: their order, their number, and the handling of failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READ, STEP = "read", "step"
 
 
 class Machine:
-    """Stands in for a timer and its pipeline, and notes what is shortcut; a round ends with "|".
+    """A stand-in for a timer and its pipeline that notes shortcuts; a round ends with "|".
 
     Args:
         takes_s: How long an iteration takes with this kind shortcut, in this visit (from 0).
@@ -88,7 +88,7 @@ class Machine:
         yield
 
     def cycle_shortcuts(self, cycle: int) -> None:
-        """There is one batch."""
+        """Do nothing: there is one batch."""
 
     def check_shortcuts(self) -> None:
         if self.kind in self.modified:
@@ -134,7 +134,7 @@ def measured(
     ticks: list[int] | None = None,
     **changes: Any,
 ) -> Rounds:
-    """What was measured on the machine, after a round of warm-up."""
+    """Return what was measured on the machine after a round of warm-up."""
     counts = Counts(**{"num_warmup": 2, "num_measure": 3, "num_rounds": 3, **changes})
     found = Rounds(machine, counts, machine.restore)
     with pytest.MonkeyPatch.context() as patch:

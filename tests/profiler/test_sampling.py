@@ -1,4 +1,4 @@
-"""Which batches are measured, how long visits are, and what is said of it."""
+"""The batches that are measured, the length of visits, and the text about both."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ TAKES_MS = {"augment": (20, 0, 8), "train": (1, 30, 5)}
 
 @pytest.fixture
 def uneven(host: TimedHost) -> list[PipelineTask]:
-    """Two tasks; what the second takes depends on what the first one made."""
+    """Two tasks; the second one's time depends on the first one's result."""
 
     def augment(ctx: IterContext) -> None:
         host.sleep(TAKES_MS["augment"][ctx.batch] / 1e3)

@@ -52,7 +52,7 @@ def test_a_noisy_task_has_a_larger_spread() -> None:
 
 
 def noisy_machine(chance: random.Random) -> list[float]:
-    """Iterations of 10 ms on a machine that drifts within seconds, with slow ones now and then."""
+    """Return iterations of about 10 ms on a machine with drift, and some slow ones."""
     drift, times = 0.0, []
     for _ in range(600):
         drift += chance.gauss(0, 0.1) - 0.02 * drift

@@ -32,7 +32,7 @@ def tried(
     loader: Any = None,
     batches: Sequence[Any] = (1, 2),
 ) -> dict[str, float]:
-    """The seconds of an iteration under each plan, in one turn."""
+    """Return the seconds of an iteration under each plan, in one turn."""
     return Loop(tasks, batches, "cpu", loader=loader).try_round(plans, 0, Window(2, 6))
 
 
@@ -83,7 +83,7 @@ MEASURES: dict[str, Callable[[list[PipelineTask], Any], object]] = {
 
 
 def running() -> set[threading.Thread]:
-    """The threads that run, but for those that watch bars of progress."""
+    """Return the running threads, except those of progress bars."""
     return {thread for thread in threading.enumerate() if not isinstance(thread, TMonitor)}
 
 

@@ -1,6 +1,6 @@
-"""Exposed times against known truth: tasks that sleep on a virtual clock, alone and overlapped.
+"""Exposed times compared with known truth: tasks that sleep on a virtual clock, also overlapped.
 
-``bench.exposed`` asks the same of a real clock.
+``bench.exposed`` does the same on a real clock.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ COUNTS = {"num_warmup": 1, "num_measure": 3, "num_rounds": 3}
 
 
 def profiled(plan: PipelinePlan, tasks: list[PipelineTask], *, pipelined: bool) -> ProfileResult:
-    """A profile of tasks that do not care what the batch is."""
+    """Return a profile of tasks that ignore the batch."""
     with SWPipeline(plan, tasks, device="cpu") as pipe:
         return TaskProfiler(pipe).profile(None, pipelined=pipelined, **COUNTS)
 
 
 def exactly(**milliseconds: float) -> dict[str, object]:
-    """Seconds by task, but for rounding."""
+    """Return seconds by task, up to rounding."""
     return {name: pytest.approx(ms / 1e3, abs=1e-12) for name, ms in milliseconds.items()}
 
 
 def spreads_s(result: ProfileResult) -> dict[str, float]:
-    """The half-widths of the intervals of exposed times."""
+    """Return the half-widths of the intervals of exposed times."""
     return {name: exposed.spread_s for name, exposed in result.exposures.items()}
 
 

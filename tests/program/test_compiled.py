@@ -22,12 +22,12 @@ from tests.support.plans_for_tests import spread
 
 
 def lanes(program: Program) -> dict[str, list[str]]:
-    """Group to task names, in lane order."""
+    """Return the task names of each group, in lane order."""
     return {lane.group: [ins.task for ins in lane.instructions] for lane in program.lanes}
 
 
 def host_waits(ins: Instruction) -> set[tuple[str, int]]:
-    """(producer, lag) of an instruction's host waits."""
+    """Return (producer, lag) of an instruction's host waits."""
     return {(wait.producer, wait.lag) for wait in ins.host_waits}
 
 
@@ -46,7 +46,7 @@ def test_ties_go_to_worker_groups_then_higher_stages_then_declaration() -> None:
 
 
 def next_batch(**dist: Any) -> PipelinePlan:
-    """A step that reads and exchanges the next batch on threads of their own while it trains."""
+    """Return a plan that reads and exchanges the next batch on two threads while it trains."""
     return PipelinePlan(
         schedule={
             "read": TaskSchedule(thread_group="io"),
@@ -80,7 +80,7 @@ def test_an_exchange_whose_input_is_there_overlaps_with_training(dist: dict[str,
 
 
 def through_the_host(**count: Any) -> PipelinePlan:
-    """A task of the host alone between two tasks on streams, and one that counts."""
+    """Return a plan with host tasks between tasks on streams."""
     return PipelinePlan(
         schedule={
             "make": TaskSchedule(stream="make"),

@@ -60,7 +60,7 @@ GOLDEN = {
 
 
 def text_of(plan: PipelinePlan, *, streams: bool) -> str:
-    """The program of a plan."""
+    """Return the program of a plan as text."""
     return format_program(compile_plan(resolve_plan(plan), streams=streams))
 
 

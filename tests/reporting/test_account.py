@@ -1,4 +1,4 @@
-"""The verdict names what half of a step is spent on; the ceiling is below every plan's step."""
+"""The verdict names the cause of half of a step; the ceiling is below every plan's step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAN = PipelinePlan(
 
 
 def account(profile: ProfileResult, *, streams: bool = False, cpu_s: float = 0.0) -> StepAccount:
-    """Of a plain loop that takes what the profile says."""
+    """Return the account of a plain loop with the times of the profile."""
     run = simulate(PLAN, profile.costs, streams=profile.on_streams, iterations=12)
     path = run.trace().critical_path()
     return account_of(profile, path, PLAN, streams=streams, cpu_s=cpu_s)
@@ -39,7 +39,7 @@ def account(profile: ProfileResult, *, streams: bool = False, cpu_s: float = 0.0
 def verdict(
     *, read: float, exchange: float, train: float, blocked_s: dict[str, float] | None = None
 ) -> StepVerdict:
-    """On tasks that take so many seconds."""
+    """Return the verdict on tasks that take these seconds."""
     profile = profile_of({"read": read, "exchange": exchange, "train": train})
     profile = changed(profile, blocked_s=blocked_s or {})
     return account(profile).verdict

@@ -1,4 +1,4 @@
-"""What the machine, the environment and torch's settings show, without a loop."""
+"""Findings from the machine, the environment and torch's settings, without a loop."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CORES = len(os.sched_getaffinity(0))
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of this machine is not examined."""
+    """Hide the environment of this machine."""
     bare_environment(monkeypatch)
 
 
 def findings() -> list[Finding]:
-    """Return what is found on this machine without a plan."""
+    """Return the findings on this machine without a plan."""
     return list(environment_findings(resolve("cpu"), None, 0))
 
 

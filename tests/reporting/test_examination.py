@@ -27,12 +27,12 @@ CORES = len(os.sched_getaffinity(0))
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of this machine is not examined."""
+    """Hide the environment of this machine."""
     bare_environment(monkeypatch)
 
 
 def training() -> list[PipelineTask]:
-    """A small model in training; a pure task before it."""
+    """Return a pure task, and the training of a small model."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -55,17 +55,17 @@ def training() -> list[PipelineTask]:
 
 
 def waiting(host: TimedHost) -> PipelineTask:
-    """The longest task by the host's clock."""
+    """Return a task that waits longest on the host's clock."""
     return PipelineTask("wait", sleeper(host, 5))
 
 
 def batches() -> list[Tensor]:
-    """In memory."""
+    """Return batches in memory."""
     return list(torch.ones(3, 4, 8))
 
 
 def of_data(**options: Any) -> DataLoader[Any]:
-    """The same by torch's loader, in passes so long that few begin: each begins workers."""
+    """Return torch's loader of such batches, with long passes, since each one starts workers."""
     return DataLoader(TensorDataset(torch.ones(4096, 8)), batch_size=4, **options)
 
 
@@ -110,7 +110,7 @@ def test_all_state_is_put_back() -> None:
 
 
 class Made(Dataset[Tensor]):
-    """Samples that are computed when they are asked for."""
+    """A dataset of samples that are computed when they are indexed."""
 
     def __init__(self, host: TimedHost, ms: float) -> None:
         self._host, self._ms = host, ms
@@ -132,7 +132,7 @@ def test_a_loader_in_this_process_is_found(host: TimedHost) -> None:
 
 
 class Slow(SequentialSampler):
-    """The loop waits 4 ms for each index."""
+    """A sampler that takes 4 ms for each index."""
 
     def __init__(self, host: TimedHost, source: Dataset[Any]) -> None:
         super().__init__(source)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A report's page holds all that it shows, needs nothing else, and works in a browser."""
+"""A report's page contains all that it shows, needs nothing else, and works in a browser."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ PROBE = """
 
 @pytest.fixture(scope="module")
 def found(waiting: StepReport) -> StepReport:
-    """The report on a loop that waits for its input, as if there were ranks."""
+    """The report on a loop that is bound by its input, with two invented ranks."""
     return replace(waiting, profile=replace(waiting.profile, ranks=tuple(map(_on, (0, 1)))))
 
 
 def _on(rank: int) -> RankTimes:
-    """Rank 1 decodes longer; without that, rank 0 takes less in train, a collective."""
+    """Return the times of a rank: rank 1 decodes longer, and rank 0 waits for it in "train"."""
     host_s = {"decode": 0.012 + 0.004 * rank, "train": 0.007}
     zero = {"decode": 0.0, "train": 0.0}
     less = {"decode": {"train": 0.004 * (1 - rank)}}
@@ -84,7 +84,7 @@ def test_the_page_can_be_read_in_the_dark(found: StepReport, tmp_path: Path) -> 
 
 
 def _light(color: str) -> float:
-    """How light a color is, from 0 to 255."""
+    """Return the lightness of a color, from 0 to 255."""
     levels = re.findall(r"\d+", color)[:3]
     return sum(map(int, levels)) / 3
 
@@ -110,7 +110,7 @@ def test_the_page_needs_nothing_else(found: StepReport) -> None:
 
 @pytest.fixture
 def plain_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text in the place of pictures, which take most of the time to make a page."""
+    """Replace pictures by text, since they take most of the time to make a page."""
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
 

@@ -1,4 +1,4 @@
-"""A report says what bounds a loop, what overlap can gain, and what to do next; and it is so."""
+"""A report says what bounds a loop, what overlap can gain, and what to do next."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_the_parts_of_any_plan_add_up(host_ms: list[int], data: st.DataObject) -
 
 
 def profile_of(host_s: dict[str, float], step_s: float = 1.0) -> ProfileResult:
-    """A profile of tasks that are on the CPU all the time."""
+    """Return a profile of tasks that compute all the time."""
     return ProfileResult(
         batch="batch 0",
         mode="serial",

@@ -1,4 +1,4 @@
-"""``SchedulablePipeline.basic``: the numbers of the plain loop."""
+"""``SchedulablePipeline.basic`` gives the numbers of the plain loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Loop:
-    """A model, an optimizer, and what users add: clipping, a schedule, autocast."""
+    """A training loop with common additions: clipping, a schedule, autocast."""
 
     def __init__(self) -> None:
         torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""An executor of the user's own: the seed's section 9.3."""
+"""A user-defined executor, as in the seed's section 9.3."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.schedulable.work import Log, one_stage, pool, results
 
 
 class VerboseExecutor:
-    """As section 9.3 has it."""
+    """The executor of section 9.3."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -43,7 +43,7 @@ INNER: list[Callable[[], Any]] = [SequentialExecutor, ThreadedExecutor]
 
 
 def ahead(log: Log) -> Schedule:
-    """A copy two batches ahead, declared last, and two tasks that use it."""
+    """Return a schedule with a copy two batches ahead, declared last, and two users of it."""
     return one_stage(
         log.task("forward", reads=["x"], writes=["step_result"]),
         log.task("step", depends_on=["forward"]),
@@ -76,7 +76,7 @@ def test_an_executor_that_wraps_one_of_ours_sees_every_period(
 
 
 class OrderingPool(StreamPool):
-    """Notes which stream waits for which."""
+    """A pool that records which stream waits for which."""
 
     def __init__(self, *names: str) -> None:
         super().__init__(dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""From construction to shutdown: what a ``SchedulablePipeline`` does at each call."""
+"""The life of a ``SchedulablePipeline``, from construction to shutdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.schedulable.work import Log, one_stage, pool
 
 
 class CountTokens(Task):
-    """As the seed's section 9.1 has it."""
+    """The task of the seed's section 9.1."""
 
     name = "count_tokens"
     stream = "default"
@@ -71,7 +71,7 @@ def test_init_that_fails_leaves_no_pipeline() -> None:
 
 
 def ahead(log: Log) -> SchedulablePipeline:
-    """A copy two batches ahead, on a thread of its own."""
+    """Return a pipeline with a copy two batches ahead, on a thread of its own."""
     return SchedulablePipeline(
         one_stage(
             log.task("copy", lookahead=2, stream="memcpy", writes=["x"]),

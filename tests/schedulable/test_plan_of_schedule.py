@@ -21,7 +21,7 @@ GROUPS = {"copy": "io", "exchange": "io"}
 
 
 def by_schedule() -> PipelinePlan:
-    """Two tasks ahead on a thread of their own, and a training step."""
+    """Return the plan of a schedule: two tasks ahead on a thread of their own, and a step."""
     log = Log()
     tasks = (
         log.task("copy", lookahead=2, stream="memcpy", writes=["x"]),
@@ -39,7 +39,7 @@ def by_schedule() -> PipelinePlan:
 
 
 def by_hand() -> PipelinePlan:
-    """The same, as a plan."""
+    """Return the same plan, written directly."""
     return PipelinePlan(
         {
             "copy": TaskSchedule(0, "memcpy", "io"),

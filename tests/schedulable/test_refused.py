@@ -1,4 +1,4 @@
-"""Schedules and tasks that are wrong: what the messages say."""
+"""Wrong schedules and tasks, and the error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.schedulable.work import one_stage, pool
 
 
 def task(name: str, **fields: Any) -> Task:
-    """A task that does nothing."""
+    """Return a task that does nothing."""
     return Task.from_fn(name, lambda ctx: None, **fields)
 
 
@@ -168,11 +168,11 @@ def test_a_thread_map_must_fit_the_schedule(thread_map: Any, most: int | None, t
 
 
 class Wrong(Task):
-    """Has no run."""
+    """A task without ``run``."""
 
 
 class Silent(Task):
-    """Does not call its base class."""
+    """A task whose ``__init__`` does not call its base class."""
 
     reads = ("x",)
 
@@ -184,7 +184,7 @@ class Silent(Task):
 
 
 async def later(ctx: Any) -> None:
-    """Asynchronous."""
+    """Do nothing, asynchronously."""
 
 
 @pytest.mark.parametrize(

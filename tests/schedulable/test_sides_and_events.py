@@ -1,4 +1,4 @@
-"""Which side waits for a task in the same period, and events that tasks record themselves."""
+"""The sides that wait for a task in the same period, and events that tasks record themselves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NONE, CPU, GPU, BOTH = (
 
 
 def consumer(sync: Any, **fields: Any) -> Task:
-    """Return a task that waits so for another one."""
+    """Return a task with this wait for another one."""
     return Task.from_fn("c", print, same_progress_sync=sync, **fields)
 
 
@@ -74,7 +74,7 @@ def test_other_entries_are_refused(sync: Any, error: type[Exception], text: str)
 
 
 def plan_of(sync: Any, **fields: Any) -> PipelinePlan:
-    """Return the plan of a task that waits so for ``p`` and ``q``, which are on other streams."""
+    """Return the plan of a task with this wait for ``p`` and ``q``, which are on other streams."""
     log = Log()
     tasks = (
         log.task("c", same_progress_sync=sync, **fields),

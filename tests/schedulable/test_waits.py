@@ -1,6 +1,6 @@
-"""When a task runs: the formula of the seed's section 3.4, and each way to wait.
+"""The period in which a task runs, by the formula of the seed's section 3.4, for each kind of wait.
 
-Of each way: lag, slot offset, verdict and an observed run (the seed's appendix A.5).
+For each kind: lag, slot offset, verdict and an observed run (the seed's appendix A.5).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXECUTORS = (None, "threaded", ThreadedExecutor("per_task"), ThreadedExecutor({"
 
 
 class Row(NamedTuple):
-    """Lookaheads of producer and consumer, how it waits, and what follows.
+    """A case: lookaheads of producer and consumer, the kind of wait, and what follows.
 
     Attributes:
         back: Batches between the two.

@@ -1,4 +1,4 @@
-"""Loops with fully sharded parameters (FSDP2) run with shortcuts and train on unchanged."""
+"""Loops with fully sharded parameters (FSDP2) run with shortcuts and continue unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORTCUTS = (*((name,) for name in NAMES), ("embed", "forward"), ("backward", "s
 
 
 class FullySharded(Loop):
-    """Table and head are sharded over all ranks."""
+    """A loop whose table and head are sharded over all ranks."""
 
     def table_and_head(self) -> tuple[torch.nn.Module, torch.nn.Module]:
         from torch.distributed.device_mesh import init_device_mesh
@@ -32,7 +32,7 @@ class FullySharded(Loop):
 
 
 class Scaled(FullySharded):
-    """With a gradient scaler."""
+    """A loop with a gradient scaler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def test_a_scaler_refuses_a_replayed_backward_and_nothing_differs(tmp_path: Path
 
 
 def of_sharded() -> list[tuple[str, ...]]:
-    """The shortcuts after which training differs."""
+    """Return the shortcuts after which training differs."""
     return differing(FullySharded, SHORTCUTS)
 
 

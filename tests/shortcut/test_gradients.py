@@ -1,4 +1,4 @@
-"""Parameters get zero gradients of the form that the cached run's had."""
+"""Parameters get zero gradients of the kind that the cached run gave them."""
 
 from __future__ import annotations
 

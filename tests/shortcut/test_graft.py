@@ -1,4 +1,4 @@
-"""Kept tensors stand in the autograd graph where a task's outputs would have stood."""
+"""Cached tensors take the place of a task's outputs in the autograd graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_types_and_shapes_may_differ() -> None:
 
 
 class Special(Tensor):
-    """A kind of tensor of its own."""
+    """A subclass of ``Tensor``."""
 
 
 @pytest.mark.parametrize(

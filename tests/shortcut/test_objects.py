@@ -1,4 +1,4 @@
-"""A replay gives back an equal copy of any object, or the task is refused by name."""
+"""A replay returns an equal copy of any object, or the task is refused by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Thing:
 
 
 class Slotted:
-    """With its value in a slot."""
+    """An object with its value in a slot."""
 
     __slots__ = ("value",)
 
@@ -54,15 +54,15 @@ class Counter:
 
 
 class OwnQueue(queue.SimpleQueue):  # type: ignore[type-arg]
-    """Its items are not among its attributes."""
+    """A queue whose items are not among its attributes."""
 
 
 class OwnBytes(bytearray):
-    """Its bytes are not among its attributes."""
+    """An array whose bytes are not among its attributes."""
 
 
 class Stateful(Thing):
-    """Belongs to the model: its state is saved and restored elsewhere."""
+    """An object of the model, whose state is saved and restored elsewhere."""
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -78,7 +78,7 @@ class SharedByDesign(Thing):
 
 
 class Uncopyable(Thing):
-    """With a lock, so that it cannot be copied."""
+    """An object with a lock, which cannot be copied."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -87,21 +87,21 @@ class Uncopyable(Thing):
 
 @dataclass
 class Held:
-    """A container with something in it."""
+    """A container with a value."""
 
     value: Any
     more: list[Any] = field(default_factory=list)
 
 
 class Nothing:
-    """Has no attributes, and is compared by identity."""
+    """An object without attributes, compared by identity."""
 
 
 NOTHING = Nothing()
 
 
 class Replayed:
-    """A task that produces ``make()``, shortcut from the start."""
+    """A task that produces ``make()`` and is shortcut from the start."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.shortcuts = Shortcuts()
@@ -110,7 +110,7 @@ class Replayed:
         self.iterations = 0
 
     def __call__(self) -> Any:
-        """The value of the next iteration."""
+        """Return the value of the next iteration."""
         ctx = IterContext(None, self.iterations)
         self.iterations += 1
         self.shortcuts.run(self.task, ctx)
@@ -118,7 +118,7 @@ class Replayed:
 
 
 def told(value: Any) -> Any:
-    """A value, in a form that can be compared."""
+    """Return a value in a form that can be compared."""
     if isinstance(value, Thing | Slotted):
         names = vars(value) if hasattr(value, "__dict__") else value.__slots__
         return type(value), {name: told(getattr(value, name)) for name in names}

@@ -1,4 +1,4 @@
-"""A replayed task leaves behind what its cached run left behind, and runs nothing."""
+"""A replayed task leaves what its cached run left, and runs nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def weight(value: float = 2.0) -> Tensor:
 
 
 class Shortcut:
-    """One task, shortcut from the start, that counts how often its function runs."""
+    """A task that is shortcut from the start, and counts the runs of its function."""
 
     def __init__(self, fn: Fn, io: Sequence[DeclaredIO] = ()) -> None:
         self.runs = 0
@@ -53,13 +53,13 @@ class Shortcut:
         self._fn(ctx)
 
     def __call__(self, **attributes: Any) -> Any:
-        """One iteration with these attributes set by tasks before."""
+        """Run one iteration on a context with these attributes, and return the context."""
         ctx = SimpleNamespace(**attributes)
         self.shortcuts.run(self.task, ctx)
         return ctx
 
     def twice(self, make: Callable[[], dict[str, Any]] = dict) -> Any:
-        """A cached run, then a replay on a context of its own; the context of the replay."""
+        """Run the task and then a replay on new contexts; return the context of the replay."""
         self(**make())
         assert self.runs == 1
         ctx = self(**make())
@@ -456,7 +456,7 @@ def test_a_pair_of_tasks_may_modify_in_place() -> None:
 
 
 class Outside:
-    """State outside of the context, with its declaration."""
+    """State outside the context, with its declaration."""
 
     def __init__(self) -> None:
         self.buffer: dict[str, Any] = {}
@@ -780,7 +780,7 @@ def test_tasks_run_at_once_while_others_are_enabled() -> None:
 
 
 class Counted(Loop):
-    """A loop that counts how often its tasks run."""
+    """A loop that counts the runs of its tasks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``shortcut("task", with_=...)``: a task's outputs come from a function or from given values."""
+"""``shortcut("task", with_=...)``: outputs come from a function or from given values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swpipe.shortcut import Shortcuts, control
 
 
 class Job:
-    """Embed, norm, loss, backward; ``norm`` is wrong, and counts its runs."""
+    """A loop of embed, norm, loss and backward; ``norm`` is wrong, and counts its runs."""
 
     def __init__(self) -> None:
         self.weight = nn.Parameter(torch.ones(3))
@@ -58,7 +58,7 @@ def halve(ctx: Any) -> None:
 
 
 def ahead(job: Job) -> PipelinePlan:
-    """Three iterations in flight, on two threads."""
+    """Return a plan with three iterations in flight, on two threads."""
     schedule = {
         "embed": TaskSchedule(0, thread_group="io"),
         "norm": TaskSchedule(1, thread_group="io"),

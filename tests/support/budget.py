@@ -49,7 +49,7 @@ def seeds(kind: str, number: int) -> Iterator[int]:
 
 
 def examples(kind: str, number: int, **options: Any) -> Callable[[T], T]:
-    """Let a test of hypothesis run so many examples; stands above ``given``.
+    """Return a decorator that lets hypothesis run so many examples; put it above ``given``.
 
     Args:
         kind: As for ``seeds``.

@@ -13,7 +13,7 @@ _next = itertools.count()
 
 
 def free_port() -> int:
-    """A port that nobody listens on; another one each time, and in each process."""
+    """Return a port without a listener; another one each time, and in each process."""
     while True:
         port = _FIRST + (61 * os.getpid() + next(_next)) % _COUNT
         with socket.socket() as one:

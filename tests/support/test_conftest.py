@@ -1,4 +1,4 @@
-"""The net under the other tests holds."""
+"""The checks after each test work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_foreign_daemon_thread_is_left_alone() -> None:
 
 
 def is_searched(value: object) -> bool:
-    """Whether the collector searches an object."""
+    """Return whether the collector searches an object."""
     return any(searched is value for searched in gc.get_objects())
 
 

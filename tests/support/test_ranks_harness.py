@@ -1,4 +1,4 @@
-"""What tests on several ranks stand on: results, failures and ends of ``tests.support.ranks``."""
+"""``tests.support.ranks``: results, failures and ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests on scripts stand on: a forked script is one like any other, up to its exit code."""
+"""Forked scripts behave like others, up to their exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Annealing: when the simulator is asked, what the incumbent is, when it ends."""
+"""Annealing: when the simulator is called, which schedule is the incumbent, when it ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST = ModuloSchedule((0, 0, 0, 0), (0, 0, 0, 0), (0, 1, 2, 3))
 
 
 def exact(schedule: ModuloSchedule) -> float:
-    """A simulator that says what the estimate says."""
+    """Return the estimate, in place of a simulation."""
     estimator = Estimator(GRAPH, 2, 3)
     estimator.cost(schedule.order, schedule.thread, schedule.stage)
     return estimator.ii_us

@@ -1,4 +1,4 @@
-"""The planner to use: what it keeps, what it promises, what it refuses."""
+"""The planner: what it keeps, what it promises, and what it refuses."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ EFFORT = 0.2
 
 
 def planned(given: Instance) -> Choice:
-    """The planner's choice, after a short search."""
+    """Return the planner's choice after a short search."""
     return auto_plan(
         given.plan, given.costs, limits=given.limits, streams=given.streams, effort=EFFORT
     )
 
 
 def loop(**changes: object) -> PipelinePlan:
-    """Read, then work: two tasks that depend on each other."""
+    """Return a plan of "read" and then "work"."""
     schedule = {"read": TaskSchedule(), "work": TaskSchedule()}
     given = {"schedule": schedule, "deps": [("work", "read")], **changes}
     return PipelinePlan(**given)  # type: ignore[arg-type]
@@ -187,7 +187,7 @@ FROZEN = PipelinePlan(
 
 
 def with_pull(pull_us: float) -> CostModel:
-    """A step of 1 ms to read and 4 ms that stay on the caller's thread."""
+    """Return costs of 1 ms to read, and 4 ms on the caller's thread."""
     tasks = {"read": 1_000.0, "train": 3_000.0, "step": 1_000.0, PULL: pull_us}
     return CostModel({name: TaskCost(us) for name, us in tasks.items()}, handover_us=20.0)
 
@@ -311,7 +311,7 @@ def test_no_plan_with_workers_is_below_the_bound(number: int) -> None:
 
 
 def plans_with_workers(plan: PipelinePlan, limits: Limits) -> Iterator[PipelinePlan]:
-    """All stages and groups of three tasks, with each number of workers of the second group."""
+    """Yield all stages, groups and numbers of workers for three tasks."""
     for groups in product(("default", "io"), repeat=3):
         # A later task is never in an earlier stage than one that it depends on.
         for stages in combinations_with_replacement(range(3), 3):
@@ -329,7 +329,7 @@ def plans_with_workers(plan: PipelinePlan, limits: Limits) -> Iterator[PipelineP
 
 
 def accepted(plan: PipelinePlan, effects: EffectTable) -> bool:
-    """Whether the verifier accepts a plan."""
+    """Return whether the verifier accepts a plan."""
     try:
         verify(plan, effects=effects, streams=False, body=False)
     except PlanError:

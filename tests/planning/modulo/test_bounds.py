@@ -1,4 +1,4 @@
-"""Lower bounds: no plan beats them, known plans reach them, and they say what sets them."""
+"""Lower bounds: no plan beats them, known plans reach them, and they name their reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.strategies import random_case
 
 
 def loop(*, prefetch_group: str = "cache") -> PipelinePlan:
-    """Prefetching reads what the step of two iterations before wrote."""
+    """Return a plan whose prefetch reads what the step wrote two iterations earlier."""
     return PipelinePlan(
         {
             "prefetch": TaskSchedule(0, thread_group=prefetch_group),
@@ -30,7 +30,7 @@ def loop(*, prefetch_group: str = "cache") -> PipelinePlan:
 
 
 def costs(**host_us: float) -> CostModel:
-    """Tasks that only keep their thread."""
+    """Return costs of tasks that only occupy their thread."""
     return CostModel({name: TaskCost(time) for name, time in host_us.items()})
 
 

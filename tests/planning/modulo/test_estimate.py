@@ -1,4 +1,4 @@
-"""The estimate of one period: what it says, and what sets it."""
+"""The estimate of one period, and its reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEPTH = 5
 
 
 def uncontended(number: int) -> Instance:
-    """An instance in which no resource goes to who comes first: the order of the plan decides."""
+    """Return an instance without contention, in which the order of the plan decides."""
     given = instance(number)
     costs = {
         name: replace(cost, gil_us=0.0, resources=())

@@ -1,4 +1,4 @@
-"""A limit to memory: kept, and what it costs is told."""
+"""A limit of memory is kept, and its cost is reported."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_both_ways_to_hold_less_are_taken(seed: int, limit: int, ii_us: float) -
 
 
 def two_tasks() -> tuple[PipelinePlan, CostModel]:
-    """One reads for as long as the other one works, and leaves a MiB."""
+    """Return a plan of two tasks of equal time, and costs; the first one leaves a MiB."""
     memory = TaskMemory((Block("read", "work", MIB, "x"),))
     costs = CostModel({"read": TaskCost(100), "work": TaskCost(100)}, memory=memory)
     plan = PipelinePlan({"read": TaskSchedule(), "work": TaskSchedule()}, deps=[("work", "read")])

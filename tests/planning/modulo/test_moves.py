@@ -15,7 +15,7 @@ from tests.planning.modulo.graphs import graph_of, host_work
 
 
 def assert_valid(graph: ScheduleGraph, schedule: ModuloSchedule, threads: int, depth: int) -> None:
-    """All tasks once; no lag below 0; lag 0 in order; frozen tasks where they must be."""
+    """Check that all tasks occur once, no lag is below 0, and lags of 0 are in order."""
     place = {v: k for k, v in enumerate(schedule.order)}
     assert sorted(place) == list(range(graph.size))
     assert set(schedule.thread) <= set(range(threads))

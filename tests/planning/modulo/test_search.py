@@ -1,4 +1,4 @@
-"""The search under limits: its bounds, and plans of the schedules that it finds."""
+"""The search under limits: its bounds, and plans of its schedules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.planning.modulo.graphs import graph_of, host_work
 
 
 def search_of(given: Instance, effort: float = 0.1) -> Search:
-    """A short search of the instance."""
+    """Return a short search of the instance."""
     return Search(given.plan, given.costs, graph_of(given), effort)
 
 

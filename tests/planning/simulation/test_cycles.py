@@ -1,4 +1,4 @@
-"""The maximum cycle ratio: known graphs, and every cycle of random ones tried."""
+"""The maximum cycle ratio: known graphs, and all cycles of random ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swpipe.planning.simulation.cycles import (
 
 
 def all_cycles(nodes: int, arcs: Sequence[Arc]) -> Iterator[list[Arc]]:
-    """Every simple cycle, from its least node on."""
+    """Yield every simple cycle, from its least node on."""
 
     def walk(path: list[Arc], begin: int) -> Iterator[list[Arc]]:
         for arc in arcs:
@@ -39,7 +39,7 @@ def all_cycles(nodes: int, arcs: Sequence[Arc]) -> Iterator[list[Arc]]:
 
 
 def random_graph(rng: random.Random, nodes: int) -> list[Arc]:
-    """Arcs forwards may have distance 0, or less than nothing; those back make up for it."""
+    """Return arcs; forward ones may have distances below 0, which backward ones compensate."""
     arcs = []
     for _ in range(3 * nodes):
         tail, head = rng.randrange(nodes), rng.randrange(nodes)

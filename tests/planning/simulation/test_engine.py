@@ -1,7 +1,7 @@
-"""The simulator against the engine itself, which runs on a virtual clock: equal to the nanosecond.
+"""The simulator compared with the engine on a virtual clock: equal to the nanosecond.
 
-Nothing is contended here: who comes first at one moment is the host's choice, and changes nothing.
-Where the order of launch counts, no two threads launch at one moment.
+Nothing is contended here: the order at one moment is the host's choice, and has no effect. If the
+order of launches matters, no two threads launch at one moment.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams
 
 
 def random_plan(seed: int) -> PipelinePlan:
-    """One in which only the caller's thread submits to the caller's stream.
+    """Return a random plan in which only the caller's thread submits to the caller's stream.
 
-    Every third has groups of several workers.
+    Every third plan has groups of several workers.
     """
     plan = replace((worked_case if seed % 3 == 1 else random_case)(seed).plan, keep=None)
     schedule = {
@@ -56,7 +56,7 @@ def random_plan(seed: int) -> PipelinePlan:
 
 
 def random_costs(seed: int, plan: PipelinePlan) -> CostModel:
-    """Whole microseconds on threads and on streams; some tasks take none, some block."""
+    """Return costs in whole microseconds; some tasks take no time, some block."""
     rng = random.Random(seed)
 
     def time_us() -> int:
@@ -71,7 +71,7 @@ def random_costs(seed: int, plan: PipelinePlan) -> CostModel:
 
 
 def costs_of_launches(seed: int, plan: PipelinePlan) -> CostModel:
-    """Every task launches at a moment of its own; many use a communicator, or two."""
+    """Return costs with which no two tasks launch together; many use a communicator, or two."""
     rng = random.Random(seed)
 
     def cost() -> TaskCost:
@@ -87,7 +87,7 @@ def costs_of_launches(seed: int, plan: PipelinePlan) -> CostModel:
 
 
 class Loop:
-    """A pipeline on a virtual clock, whose tasks take exactly what they cost."""
+    """A pipeline on a virtual clock, whose tasks take exactly their costs."""
 
     def __init__(
         self, plan: PipelinePlan, costs: CostModel, *, streams: bool, seed: int = 0
@@ -102,7 +102,7 @@ class Loop:
         )
 
     def spans(self, iterations: int) -> tuple[Span, ...]:
-        """A trace of a whole run."""
+        """Return the trace of a whole run."""
         with pytest.MonkeyPatch.context() as monkeypatch, self.pipe as pipe:
             tell_time(monkeypatch, self.host, self.device)
             with pipe.trace() as trace:
@@ -110,7 +110,7 @@ class Loop:
         return trace.spans
 
     def retired_ns(self, iterations: int) -> list[int]:
-        """When each iteration was handed out and done on the device, while more were coming."""
+        """Return when each iteration was retired and done on the device, in the steady state."""
         with pytest.MonkeyPatch.context() as monkeypatch, self.pipe as pipe:
             tell_time(monkeypatch, self.host, self.device)
             data, found = iter(range(iterations + pipe.plan.depth)), []
@@ -122,7 +122,7 @@ class Loop:
 
 
 def interval_us(retired_ns: list[int]) -> float | None:
-    """The steady interval, over a whole cycle; None if the run has not settled."""
+    """Return the steady interval over a whole cycle; None if the run has not settled."""
     for cycle in range(1, LONGEST_CYCLE + 1):
         steps = {
             late - early
@@ -135,10 +135,10 @@ def interval_us(retired_ns: list[int]) -> float | None:
 
 
 def turns(spans: Iterable[Span]) -> dict[tuple[str, int, Row], tuple[int, ...]]:
-    """What both can tell of each turn: start, end and wait; of some, only the end.
+    """Return what both show of each turn: start, end and wait, or only the end.
 
-    A trace counts back-pressure as part of ``<admit>``; and its device spans begin when the task's
-    function does, though the work may be given only later.
+    A trace counts back-pressure as part of ``<admit>``. Its device spans begin when the task's
+    function does, though the work may be submitted later.
     """
     return {
         (span.task, span.iteration, span.row): (span.end_ns,)
@@ -193,7 +193,7 @@ def test_device_work_is_done_in_the_order_of_launch() -> None:
 
 
 def waits_on_a_shared_stream(program: Program) -> bool:
-    """Whether several threads use the caller's stream, and a task there waits for an event."""
+    """Return whether several threads use the caller's stream, with an event wait there."""
     there = [ins for ins in program.instructions.values() if ins.stream is None]
     waits = [wait for ins in there if ins.task not in OWN for wait in ins.event_waits]
     several = len({ins.lane for ins in there if ins.task not in SOURCES}) > 1

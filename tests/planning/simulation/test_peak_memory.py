@@ -1,4 +1,4 @@
-"""What a plan is predicted to hold at most, against what the engine is seen to hold."""
+"""The predicted peak memory of plans, compared with that of their runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ORDERS = 2
 
 
 def peaks(seed: int, orders: int, *, keeps_all: bool = True) -> tuple[int, list[int]]:
-    """What is predicted of a random plan, and what it holds in several orders."""
+    """Return the predicted peak of a random plan, and the peaks of several orders."""
     work, measured = MemoryWork(seed, keeps_all=keeps_all), []
     for order in range(orders):
         work.run(order)
@@ -60,7 +60,7 @@ def test_no_run_of_a_random_plan_holds_more_than_its_bound(*, keeps_all: bool) -
 
 
 def three_tasks(depth: int) -> tuple[PipelinePlan, CostModel]:
-    """A thread reads 1 MiB in 1 us, which the other one needs for 100 us to be done with."""
+    """Return a plan whose reads of 1 us leave 1 MiB, which the caller needs for 100 us."""
     memory = TaskMemory((Block("read", "", 2**20, "x"), Block("work", "", 2**10)), {"work": 2**19})
     costs = CostModel(
         {"read": TaskCost(1), "work": TaskCost(99), "log": TaskCost(1)}, memory=memory

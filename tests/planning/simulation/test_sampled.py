@@ -1,4 +1,4 @@
-"""Plans over sampled iterations: what alternates, what is slow together, what comes in bursts."""
+"""Plans over sampled iterations: alternating times, tasks slow together, and bursts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swpipe.planning.simulation.interval import interval_us
 
 
 def plan(depth: int, **changes: TaskSchedule) -> PipelinePlan:
-    """Reads ahead of training, on a thread of its own."""
+    """Return a plan that reads ahead of training, on a separate thread."""
     schedule = {"read": TaskSchedule(thread_group="io"), "train": TaskSchedule(stage=1)}
     return PipelinePlan(
         {**schedule, **changes},
@@ -24,7 +24,7 @@ def plan(depth: int, **changes: TaskSchedule) -> PipelinePlan:
 
 
 def costs(read: tuple[float, ...], train: tuple[float, ...], **more: float) -> CostModel:
-    """Means, and the tables."""
+    """Return means and tables of costs."""
     each = {"read": read, "train": train}
     return CostModel(
         {n: TaskCost(sum(us) / len(us), host_each_us=us, **more) for n, us in each.items()}
@@ -32,7 +32,7 @@ def costs(read: tuple[float, ...], train: tuple[float, ...], **more: float) -> C
 
 
 def by_hand_us(read: tuple[float, ...], train: tuple[float, ...], depth: int) -> float:
-    """The recurrence of two threads, of which reading is ``depth`` - 1 iterations ahead at most."""
+    """Return the interval of two threads, of which reading is at most ``depth`` - 1 ahead."""
     done = [0.0, 0.0]
     ends: list[float] = []
     for i in range(40 * len(read)):

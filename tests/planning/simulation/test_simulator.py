@@ -1,4 +1,4 @@
-"""Simulated timelines and intervals: properties of random plans, and hand-computed cases."""
+"""Simulated timelines and intervals: properties of random plans, and cases with known results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ITERATIONS = 12
 
 
 def random_costs(rng: random.Random, plan: PipelinePlan) -> CostModel:
-    """Uncontended: nobody holds the lock or a resource."""
+    """Return costs without contention: no lock and no resource."""
 
     def time_us() -> float:
         return rng.choice((0.0, rng.randint(1, 20), rng.uniform(0, 50)))
@@ -41,7 +41,7 @@ def random_costs(rng: random.Random, plan: PipelinePlan) -> CostModel:
 
 
 def at(simulation: Simulation, task: str, iteration: int, kind: str = "thread") -> Span:
-    """One task's turn."""
+    """Return the span of a task."""
     (span,) = [
         span
         for span in simulation.spans
@@ -51,12 +51,12 @@ def at(simulation: Simulation, task: str, iteration: int, kind: str = "thread") 
 
 
 def us(span: Span) -> tuple[float, float]:
-    """Start and end in microseconds."""
+    """Return start and end in microseconds."""
     return span.start_ns / 1e3, span.end_ns / 1e3
 
 
 def feeding(depth: int = 2, group: str = "io") -> PipelinePlan:
-    """Read ahead while training."""
+    """Return a plan that reads ahead while training."""
     return PipelinePlan(
         schedule={"read": TaskSchedule(0, thread_group=group), "train": TaskSchedule(1)},
         deps=[("train", "read")],
@@ -82,12 +82,12 @@ def test_the_interval_is_that_of_a_long_run(streams: bool) -> None:
 
 
 def done_us(simulation: Simulation, iteration: int) -> float:
-    """When all of an iteration's work was done."""
+    """Return when all work of an iteration was done."""
     return max(s.end_ns for s in simulation.spans if s.iteration == iteration) / 1e3
 
 
 def contended_costs(rng: random.Random, plan: PipelinePlan) -> CostModel:
-    """Most tasks need the lock, half of them a resource."""
+    """Return costs in which most tasks need the lock, and half of them a resource."""
 
     def cost() -> TaskCost:
         host = rng.choice((0, rng.randint(1, 20), rng.uniform(0, 50)))

@@ -35,7 +35,7 @@ def looped(n_ranks: int, n_micro: int, per_rank: int) -> PipelineSchedule:
 
 
 def costs(unshard: float, reduce: float) -> PipelineCosts:
-    """Passes of 1 ms and a link that collectives take so long."""
+    """Return costs with passes of 1 ms, and a link with collectives of this length."""
     return PipelineCosts(1, 1, 1, hop=0, unshard=unshard, reduce=reduce, max_mem=math.inf)
 
 

@@ -52,7 +52,7 @@ def test_a_pair_waits_for_what_both_parts_need() -> None:
 
 
 def pairs_of(schedule: PipelineSchedule) -> int:
-    """How many."""
+    """Return the number of pairs."""
     return sum(isinstance(entry, Pair) for row in schedule.rows for entry in row)
 
 

@@ -19,7 +19,7 @@ from tests.plans.pipeline_parallel.zbv_figures import MEMORY, PUBLISHED, Publish
 
 
 def graph(n: int, m: int, **changes: object) -> PipelineGraph:
-    """A generator with equal costs."""
+    """Return a generator with equal costs."""
     values = dict(f_cost=1000, b_cost=1000, w_cost=1000, c_cost=1)  # noqa: C408
     memory = dict(zip(("f_mem", "b_mem", "w_mem"), MEMORY, strict=True))
     return PipelineGraph(n, m, **(values | memory | changes))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What schedules, costs, planners and torch's orders are refused for: the call, its words."""
+"""Calls of schedules, costs, planners and torch's orders that are refused, with the words."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ V2 = "0F0,3F0,3I0,0I0,0W0,3W0\n1F0,2F0,2B0,1B0\n"
 
 
 def checked(text: str, costs: PipelineCosts = COSTS) -> ScheduleReport:
-    """The report on a schedule that is written as CSV."""
+    """Return the report on a schedule that is given as CSV."""
     return check_schedule(PipelineSchedule.from_csv(text), costs)
 
 

@@ -50,7 +50,7 @@ def test_a_plan_is_what_the_checker_says(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def figure(report: object, objective: Objective) -> float:
-    """What the objective asks for."""
+    """Return the figure of the objective."""
     return float(getattr(report, objective))
 
 
@@ -221,15 +221,15 @@ def test_every_memory_from_two_passes_on_has_a_schedule(n: int) -> None:
 
 
 def in_turn(n: int, m: int) -> list[list[int]]:
-    """One microbatch after the other."""
+    """Return the order of one microbatch after the other."""
     return [[0, 1, 2, 4, 3, 5] * m for _ in range(n)]
 
 
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[int, int, PipelineCosts]:
-    """Ranks, microbatches, and costs that may differ by stage, in little memory or much.
+    """Draw ranks, microbatches and costs that may differ by stage, with little or much memory.
 
-    The least is what one microbatch at a time takes, as the checker has it.
+    The minimum is the need of one microbatch at a time, as the checker computes it.
     """
     n, m = draw(st.integers(1, 5)), draw(st.integers(1, 7))
     one = st.integers(1, 30)
