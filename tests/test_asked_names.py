@@ -1,7 +1,7 @@
-"""Private names that swpipe asks for without an error if they are missing are still there.
+"""Private names that swpipe may miss without an error still exist.
 
-A name that is used directly fails its own tests where it goes (``docs/private-symbols.md``). These
-are compared, asked for with a default, or used in a call that a CPU never makes.
+A name that is used directly fails its own tests if it is removed (``docs/private-symbols.md``).
+These are compared, looked up with a default, or used in a call that a CPU never makes.
 """
 
 from __future__ import annotations

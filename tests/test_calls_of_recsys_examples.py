@@ -25,7 +25,7 @@ ADD, DOUBLE = PipelineTask("add", _add), PipelineTask("double", _double)
 
 @pytest.fixture
 def pipe() -> Iterator[SWPipeline]:
-    """Two iterations in flight."""
+    """A pipeline with two iterations in flight."""
     plan = PipelinePlan(
         schedule={ADD: TaskSchedule(stage=0), DOUBLE: TaskSchedule(stage=1)},
         deps=[(DOUBLE, ADD)],

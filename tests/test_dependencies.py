@@ -1,6 +1,6 @@
-"""What swpipe imports, it declares, so that it works in an environment that has nothing else.
+"""swpipe declares all packages that it imports, so that it works without any others.
 
-The README's example once failed there: numpy came with other packages, and was not declared.
+The README's example once failed: numpy came with other packages, and was not declared.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ type checkers read the second, and bring it.
 
 
 class Declared(NamedTuple):
-    """The names of the packages that pyproject.toml asks for.
+    """The names of the packages that pyproject.toml requires.
 
-    Functions import what only some systems have; these requirements have a marker.
+    Requirements with a marker are those that only some systems have; functions import them.
     """
 
     always: set[str]
@@ -43,7 +43,7 @@ class Declared(NamedTuple):
 
 
 def declared(project: Path) -> Declared:
-    """From the dependencies and extras of a pyproject.toml."""
+    """Return the dependencies and extras of a pyproject.toml."""
     table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
     extras = table["optional-dependencies"]
     dependencies = table["dependencies"]
@@ -57,12 +57,12 @@ def declared(project: Path) -> Declared:
 
 
 def _names(requirements: list[str]) -> set[str]:
-    """``tomli-w>=1.1`` is imported as tomli_w; the other names are those of their modules."""
+    """Return the import names of requirements; ``tomli-w>=1.1`` is imported as tomli_w."""
     return {re.split(r"[^\w.-]", one)[0].replace("-", "_") for one in requirements}
 
 
 def undeclared(package: Path, names: Declared) -> list[str]:
-    """The imports below ``package`` of what is not declared, as ``file:line: why``."""
+    """Return the imports below ``package`` of undeclared packages, as ``file:line: why``."""
     found = []
     for path in sorted(package.rglob("*.py")):
         where = path.relative_to(package)

@@ -1,4 +1,4 @@
-"""Edges that order the functions of two tasks, and no work on streams."""
+"""Edges that order the functions of two tasks, but no work on streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAIR = ("prefetch", "forward")
 
 
 def plan(**given: Any) -> PipelinePlan:
-    """A prefetch on a thread and a stream of its own, after this period's forward."""
+    """Return a plan of a prefetch on its own thread and stream, after this period's forward."""
     schedule = {"prefetch": TaskSchedule(0, "side", "io"), "forward": TaskSchedule(1)}
     return PipelinePlan(schedule, same_period_deps=[PAIR], **given)
 

@@ -1,4 +1,4 @@
-"""Tasks of the host alone: no stream, no event, and nothing waits that need not."""
+"""Tasks of the host alone: no stream, no event, and no unnecessary wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COSTS = CostModel(
 
 
 def plan(stream: str | None = HOST, **more: Any) -> PipelinePlan:
-    """A batch is read and copied on a thread, while another one is trained on."""
+    """Return a plan that reads and copies a batch on a thread during training."""
     return PipelinePlan(
         schedule={
             "read": TaskSchedule(thread_group="io", stream=stream),

@@ -1,4 +1,4 @@
-"""An installed swpipe, as a script beside a clone called swpipe finds it; systems it is not for."""
+"""An installed swpipe, as a script beside a clone finds it; unsupported systems."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NOT_FOLLOWED = "[mypy]\n[mypy-torch.*]\nfollow_imports = skip\nignore_missing_im
 
 
 def run(command: list[object], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder; what it printed."""
+    """Run a command in a folder, and return its output."""
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         list(map(str, command)),
@@ -58,9 +58,9 @@ def run(command: list[object], folder: Path) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site-packages of an environment, into which the clone ``swpipe`` beside it is installed.
+    """The site-packages of an environment in which the clone ``swpipe`` is installed.
 
-    As ``pip install --editable .`` does it, by the same build backend.
+    It is installed as ``pip install --editable .`` does it, by the same build backend.
     """
     folder = tmp_path_factory.mktemp("editable")
     # By other tests, and by lint and docs beside them; what Python is writing has two suffixes.

@@ -74,18 +74,18 @@ def _parsed(path: Path, _written_ns: int) -> ast.Module:
 
 
 def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file; of the same file the same."""
+    """Return the syntax tree of a file, which is cached."""
     return _parsed(path, path.stat().st_mtime_ns)
 
 
 @cache
 def imported(tree: ast.Module, package: str) -> tuple[Import, ...]:
-    """Every import of a module of this package."""
+    """Yield every import of a module of this package."""
     return (*imports(tree, package),)
 
 
 def imports(tree: ast.AST, package: str, at_load: bool = True) -> Iterator[Import]:
-    """Every import below ``tree``, those inside functions and for type checkers included."""
+    """Yield every import below ``tree``, including those in functions and for type checkers."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno, at_load) for alias in node.names)
@@ -104,7 +104,7 @@ def imports(tree: ast.AST, package: str, at_load: bool = True) -> Iterator[Impor
 
 
 def wrong_imports(package: Path) -> list[str]:
-    """The imports under ``package`` that go against these directions, as ``file:line: why``."""
+    """Return the imports under ``package`` in a wrong direction, as ``file:line: why``."""
     found = []
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -135,10 +135,10 @@ def test_imports_go_one_way() -> None:
 
 
 def private_imports_of_systems(package: Path) -> list[str]:
-    """The private modules and names of swpipe that systems import, as ``file:line: name``.
+    """Return the private modules and names of swpipe that systems import, as ``file:line: name``.
 
-    A system's own private modules are its own: ``swpipe.tasks.torchrec._torchrec``. A string that
-    names a private module is an import, too, made late.
+    A system may use its own private modules, such as ``swpipe.tasks.torchrec._torchrec``. A string
+    that names a private module counts as a late import.
     """
     private = []
     for room in SYSTEMS:
@@ -188,7 +188,7 @@ def test_a_private_import_of_a_system_is_found(tmp_path: Path, code: str) -> Non
 
 
 def module_graph(package: Path) -> dict[str, set[str]]:
-    """Module to the modules of ``package`` that it imports, inside functions too."""
+    """Return the modules of ``package`` that each module imports, also in functions."""
     paths = {}
     for path in package.rglob("*.py"):
         parts = path.relative_to(package.parent).with_suffix("").parts
@@ -203,9 +203,9 @@ def module_graph(package: Path) -> dict[str, set[str]]:
 
 
 def in_circles(graph: dict[str, set[str]]) -> list[str]:
-    """The modules left when those that import none of the others are taken away, again and again.
+    """Return the modules that remain after repeatedly removing those that import no other.
 
-    Of these, each is in a circle or imports from one.
+    Each of these is in a circle or imports from one.
     """
     left = dict(graph)
     while free := [name for name, uses in left.items() if not uses & left.keys()]:

@@ -33,7 +33,7 @@ def any_plan(request: pytest.FixtureRequest) -> PipelinePlan:
 
 
 def push_all(pipe: SWPipeline, batches: Iterable[Any]) -> list[IterContext]:
-    """Push all batches, then flush; what came out, in order."""
+    """Push all batches, then flush; return the results in order."""
     pushed = [pipe.push(batch) for batch in batches]
     return [ctx for ctx in pushed if ctx is not None] + [*pipe.flush()]
 
@@ -282,7 +282,7 @@ def test_a_flush_that_is_not_iterated_is_refused_and_told() -> None:
 
 
 class Started(Observer):
-    """Collects which tasks started on which iterations."""
+    """An observer that collects the started tasks and iterations."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []

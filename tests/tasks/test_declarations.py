@@ -1,4 +1,4 @@
-"""Every ready-made plan is proved by what its ready-made tasks declare, without a recording."""
+"""Every ready-made plan is proved by its tasks' declarations, without a recording."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.tasks.torchrec.models import CPU, Batch, Job, dense_optimizer, sharde
 def _unproved(
     tasks: Iterable[PipelineTask], plans: dict[str, Callable[[], PipelinePlan]]
 ) -> list[str]:
-    """What is wrong with each plan by the tasks' declarations alone."""
+    """Return the problems of each plan by the tasks' declarations alone."""
     tasks, found = tuple(tasks), []
     for name, make in plans.items():
         try:

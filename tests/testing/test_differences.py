@@ -18,7 +18,7 @@ Maker = Callable[[], Loop]
 
 
 class Job:
-    """Decode, norm, train on rows of two columns; each part may be replaced."""
+    """A job of decode, norm and train on rows of two columns; each part may be replaced."""
 
     def __init__(self, **parts: Callable[[Any], None]) -> None:
         self.model = nn.Linear(2, 1)

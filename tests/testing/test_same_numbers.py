@@ -1,4 +1,4 @@
-"""``assert_same_numbers`` finds what a check of operators cannot see, and names where it shows."""
+"""``assert_same_numbers`` finds and names what a check of operators cannot see."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCHES = 8
 
 
 class Job:
-    """A model that learns from scaled batches; the scale is a plain number."""
+    """A model that learns from scaled batches; the scale is a Python number."""
 
     def __init__(self) -> None:
         self.model = nn.Linear(3, 1)
@@ -161,7 +161,7 @@ def test_what_a_pure_task_changes_is_found_in_the_state() -> None:
 
 
 def on_main_thread() -> bool:
-    """Whether nothing runs ahead here: a lie that does not depend on timing."""
+    """Return whether nothing runs ahead here, so that a test does not depend on timing."""
     return threading.current_thread() is threading.main_thread()
 
 

@@ -1,4 +1,4 @@
-"""Vector clocks say what a graph of all launches and waits says."""
+"""Vector clocks give the order of a graph of all launches and waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STREAMS = (0, 1, 2)
 
 
 class Graph:
-    """Launches, with the nodes that each comes directly after; paths are searched one by one."""
+    """A graph of launches, each with its direct predecessors, whose paths are searched."""
 
     def __init__(self) -> None:
         self.before: dict[int, set[int]] = {}
@@ -36,7 +36,7 @@ def test_clocks_are_the_closure_of_launches_and_waits() -> None:
 
 
 def compare(seed: int) -> None:
-    """Run one program on the clocks and on the graph."""
+    """Compare the clocks with the graph for one program."""
     draw, clocks, graph = random.Random(seed), StreamClocks(), Graph()
     launches: list[tuple[int, int]] = []
     for _ in range(40):

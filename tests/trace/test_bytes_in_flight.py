@@ -1,4 +1,4 @@
-"""What the iterations of a timeline hold."""
+"""The memory that the iterations of a timeline hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOADER, MAIN = Row("thread", "loader"), Row("thread", "default")
 
 
 def two_iterations(retired_ns: int) -> Trace:
-    """The second batch is pulled and read while the first is worked on; times in ns."""
+    """Return spans in which the second batch is read while the first is used; times are in ns."""
     spans = [
         Span(task, i, row, i * 10 + start, i * 10 + end)
         for i in (0, 1)

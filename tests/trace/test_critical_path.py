@@ -1,4 +1,4 @@
-"""The chain that the length of a run comes from."""
+"""The chain of spans that determines the length of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.trace.test_lanes import ANY_SPANS, ARROWS, IO, READ_0, SPANS, TRAIN_0
 
 
 def traced(plan: PipelinePlan, host: TimedHost, iterations: int = 12, **ms: float) -> Trace:
-    """A run of tasks that take so long."""
+    """Return the trace of tasks that take these times."""
     with SWPipeline(plan, sleepers(host, **ms), device="cpu") as pipe, pipe.trace() as trace:
         pipe.run(range(iterations))
     return trace

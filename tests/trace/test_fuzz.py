@@ -1,4 +1,4 @@
-"""Whatever a timeline contains: it is read and drawn, or refused with a short message."""
+"""Any timeline is read and drawn, or refused with a short message."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAVED = {
 
 
 def read(text: str, folder: Path) -> None:
-    """Load a timeline; what can be loaded can be shown and saved."""
+    """Load a timeline; any loaded one can be shown and saved."""
     path = folder / "timeline.json"
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
     try:

@@ -1,4 +1,4 @@
-"""What threads and streams did, and why each span started when it did."""
+"""The times of threads and streams, and the causes of spans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The saved file is what chrome://tracing and the Perfetto UI read, and comes back as it was."""
+"""The saved file has the format of chrome://tracing and the Perfetto UI, and loads unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRACE = Trace(
 
 @pytest.fixture
 def events(tmp_path: Path) -> list[dict[str, Any]]:
-    """The saved trace's events."""
+    """Return the events of a saved trace."""
     TRACE.save(tmp_path / "trace.json")
     document = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
     assert document["displayTimeUnit"] == "ms"
@@ -42,12 +42,12 @@ def events(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def of(events: list[dict[str, Any]], **wanted: str) -> list[dict[str, Any]]:
-    """Those events that have the fields given."""
+    """Return the events that have these fields."""
     return [event for event in events if wanted.items() <= event.items()]
 
 
 def track(events: list[dict[str, Any]], process: str, name: str) -> tuple[int, int]:
-    """Process and thread number of a row."""
+    """Return process and thread number of a row."""
     (pid,) = (e["pid"] for e in of(events, name="process_name") if e["args"]["name"] == process)
     (tid,) = (
         e["tid"]

@@ -1,4 +1,4 @@
-"""The picture shows rows, boxes and their names, and says what it lacks where it cannot."""
+"""The picture shows rows, boxes and names, or says what it lacks."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ COPIES = [Span("copy", i, MEMCPY, (10 * i + 9) * MS, (10 * i + 10) * MS) for i i
 
 
 def svg(path: Path, spans: list[Span], title: str | None = None) -> str:
-    """The picture's source, in which its text can be read."""
+    """Return the source of the picture."""
     return svg_of(path, [Panel("", spans)], title)
 
 
 def svg_of(path: Path, panels: list[Panel], title: str | None = None) -> str:
-    """The source of a picture of several timelines."""
+    """Return the source of a picture of several timelines."""
     pytest.importorskip("matplotlib")
     plot(panels, path / "timeline.svg", title=title)
     return (path / "timeline.svg").read_text(encoding="utf-8")
 
 
 def texts(source: str) -> list[str]:
-    """All that is written in an SVG picture."""
+    """Return all text in an SVG picture."""
     return re.findall(r"<text[^>]*>([^<]*)</text>", source)
 
 

@@ -1,4 +1,4 @@
-"""A trace holds what ran within its block, all of it, once; and sums it up."""
+"""A trace contains everything that ran within its block once, and summarizes it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ DEFAULT = Row("thread", "default")
 
 
 def turns(trace: Trace) -> Counter[tuple[str, int]]:
-    """How often each task ran on each iteration."""
+    """Return how often each task ran on each iteration."""
     return Counter((span.task, span.iteration) for span in trace.spans)
 
 
 def once_each(names: tuple[str, ...], iterations: range) -> Counter[tuple[str, int]]:
-    """Every task once on every iteration."""
+    """Return every task once on every iteration."""
     return Counter((name, i) for name in names for i in iterations)
 
 
@@ -67,7 +67,7 @@ def test_every_task_of_every_iteration_is_recorded_once() -> None:
 
 @pytest.fixture
 def arrival(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a lane that is recorded comes to forward of iteration 1."""
+    """An event that is set when the recorded lane reaches forward of iteration 1."""
     arrived = threading.Event()
     arrive = Recorder.arrive
 

@@ -1,4 +1,4 @@
-"""A plan chosen by trial: the rule, the reasons, and the steps that lead to it."""
+"""The plan chosen by trial: the rule, the reasons, and the steps."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from swpipe.tuning.tried_plans import Candidate, choose, explain
 
 
 def read(ctx: IterContext) -> None:
-    """Produce what ``train`` consumes."""
+    """Set what ``train`` uses."""
     ctx.x = ctx.batch + 1
 
 
 def train(ctx: IterContext) -> None:
-    """Consume it."""
+    """Use what ``read`` sets."""
     ctx.y = ctx.x * 2
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure and plan with little effort: two tasks need no more."""
+    """Measure and plan with little effort, which suffices for two tasks."""
     monkeypatch.setattr(autotuning, "EFFORT", 0.1)
     monkeypatch.setattr(autotuning, "_WINDOWS", 1)
 
@@ -59,7 +59,7 @@ COSTS = CostModel({"read": TaskCost(host_us=3000), "train": TaskCost(host_us=200
 
 
 def tried(name: str, *rounds_ms: float, plan: PipelinePlan = SERIAL, **fields: Any) -> Candidate:
-    """A candidate with the measurements of a trial."""
+    """Return a candidate with the measurements of a trial."""
     return Candidate(
         name,
         plan,
@@ -240,7 +240,7 @@ def test_a_limit_to_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peak(plan: PipelinePlan, costs: CostModel) -> int:
-    """What a plan holds, in bytes."""
+    """Return the bytes that a plan holds."""
     held = peak_of(plan, costs, streams=False)
     assert held is not None
     return held.bytes
@@ -270,7 +270,7 @@ def test_what_cannot_be_tuned_is_refused() -> None:
 
 
 class Loader:
-    """Batches that a task may make harder."""
+    """A loader whose batches a task may make larger."""
 
     level = 1.0
 
@@ -311,14 +311,14 @@ def test_of_tasks_that_say_nothing_none_overlaps() -> None:
 
 
 class Clock:
-    """Time that passes where a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
         monkeypatch.setattr("swpipe.tuning.budget.time.monotonic", lambda: self.now_s)
 
     def take(self, seconds: float) -> Any:
-        """A function that takes so long for each iteration of a window, and finds ``COSTS``."""
+        """Return a function that takes time per iteration of a window, and returns ``COSTS``."""
 
         def run(pipe: Any, batches: Any, warmup: int, measure: int, **options: Any) -> CostModel:
             self.now_s += 3 * seconds * (warmup + measure)

@@ -1,4 +1,4 @@
-"""What was tried on a few ranks is compared as it would be on many."""
+"""Plans tried on a few ranks are compared as on many ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS = Ranks(256, slow={"read": (0.02, 4.0)})
 
 
 def ahead(slack: int) -> PipelinePlan:
-    """A read beside training, so many batches further ahead."""
+    """Return a plan of a read beside training, ``count`` batches further ahead."""
     schedule = {
         "read": TaskSchedule(thread_group="io"),
         "train": TaskSchedule(1 + slack, globally_ordered=True),

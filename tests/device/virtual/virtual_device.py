@@ -116,7 +116,7 @@ class Buffer:
         self._block = block
 
     def record_stream(self, stream: VirtualStream) -> None:
-        """Do not reuse the memory before ``stream`` has done the work submitted until the free."""
+        """Keep the memory until ``stream`` has done the work submitted before it was freed."""
         if stream is not self._block.stream:
             self._block.recorded.add(stream)
 

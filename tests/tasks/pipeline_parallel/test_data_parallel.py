@@ -109,7 +109,7 @@ def torchs_runtime(schedule: PipelineSchedule, chunks: dict[int, nn.Module], whe
 
 
 def trained(kind: str, schedule: PipelineSchedule, ours: bool, where: Mesh) -> list[Tensor]:
-    """Train on this runtime or on torch's; what this rank's shards become."""
+    """Train on this runtime or on torch's; return the final shards of this rank."""
     chunks = {
         stage: chunk(stage, kind, where)
         for stage, rank in enumerate(schedule.placement)
@@ -165,7 +165,7 @@ def test_sharded_stages_have_the_bits_of_torchs_runtime(four_ranks: Ranks) -> No
 
 
 class Late(dist.Work):
-    """A collective that runs when it is waited for, and not at all otherwise."""
+    """A collective that runs when ``wait`` is called, and not before."""
 
     def __init__(self, run: Callable[[], object], under_way: set[Late]) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Late(dist.Work):
         under_way.add(self)
 
     def wait(self, *timeout: Any) -> bool:
-        """Run it."""
+        """Run the collective."""
         self._run()
         self._under_way.remove(self)
         return True
@@ -246,7 +246,7 @@ def test_replicated_stages_have_the_bits_of_sharded_ones(four_ranks: Ranks) -> N
 
 
 def refusals() -> list[str]:
-    """What chunks that are wrapped in other ways raise, on each of the four ranks."""
+    """Return the errors for chunks that are wrapped in other ways, on each of the four ranks."""
     where = mesh()
     schedule = torch_schedule("zbv", 2, N_MICRO)
     told = []

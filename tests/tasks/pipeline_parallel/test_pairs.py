@@ -1,4 +1,4 @@
-"""A rank runs one chunk's forward over another microbatch's backward: the bits of one process."""
+"""A rank overlaps one chunk's forward with another microbatch's backward, with equal bits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAIRED = PipelineCosts(20, 20, 10, hop=0.5, pair=35, max_mem=100)
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """Which sides each run of chunk plans had."""
+    """Collect the sides of each run of chunk plans."""
     sides: list[str] = []
     real = TransformerModelChunkSchedulePlan.run
 
@@ -49,7 +49,7 @@ def counted() -> Iterator[list[str]]:
 
 
 def different(schedule: PipelineSchedule, experts_of: int) -> tuple[list[str], int]:
-    """What is not as of a model without a pipeline; and how many pairs ran. On each rank.
+    """Return the differences from a model without a pipeline, and the number of pairs that ran.
 
     Ranks r and r + 1 of ``experts_of`` = 2 share the experts of a stage, and are in two pipelines.
     """
@@ -94,7 +94,7 @@ def different(schedule: PipelineSchedule, experts_of: int) -> tuple[list[str], i
 
 
 def pairs_on(schedule: PipelineSchedule, rank: int) -> int:
-    """How many a rank has."""
+    """Return the number of pairs on a rank."""
     return sum(isinstance(entry, Pair) for entry in schedule.rows[rank])
 
 
@@ -118,7 +118,7 @@ def test_pipelines_that_share_experts_run_pairs(four_ranks: Ranks) -> None:
 
 
 def with_hooks() -> tuple[int, int]:
-    """How often a hook of a layer was called, and how many pairs ran; on each rank."""
+    """Return how often a hook of a layer was called, and how many pairs ran, on this rank."""
     schedule, rank = torch_schedule("dualpipev", 2, 6), dist.get_rank()
     own = dict(on_rank(schedule, rank))
     calls: list[int] = []

@@ -1,4 +1,4 @@
-"""A schedule on several ranks gives the numbers of a single process, to the last bit."""
+"""A schedule on several ranks gives the numbers of a single process, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ DEADLINE_S = 240.0
 
 
 def made(name: str, n_micro: int, n_ranks: int) -> PipelineSchedule:
-    """A schedule by its name."""
+    """Return a schedule by its name."""
     if name == "ours":
         return plan_v_schedule(n_ranks, n_micro, COSTS, effort=0.05).schedule
     return torch_schedule(name, n_ranks, n_micro)  # type: ignore[arg-type]
 
 
 def same(result: StepResult, wanted: Step) -> bool:
-    """Whether losses and outputs are equal; those of a rank without the last stage are None."""
+    """Return whether losses and outputs are equal; a rank without the last stage has None."""
     if result.losses is None:
         return result.output is None
     output = torch.cat(wanted.outputs)
@@ -47,7 +47,7 @@ def same(result: StepResult, wanted: Step) -> bool:
 
 
 def different(schedule: PipelineSchedule, steps: int = 2) -> list[str]:
-    """Train and evaluate in turn; what is not what a single process gets. On each rank."""
+    """Train and evaluate; return the differences from a single process on this rank."""
     own = on_rank(schedule, dist.get_rank())
     runtime = PipelineRuntime(schedule, own, mean_loss)
     loop = PlainLoop(whole(schedule.n_stages), schedule.n_micro, mean_loss)
@@ -78,12 +78,12 @@ def different(schedule: PipelineSchedule, steps: int = 2) -> list[str]:
 
 
 def all_different(schedules: Sequence[PipelineSchedule]) -> list[list[str]]:
-    """The same for several schedules, one after the other."""
+    """Return the differences for several schedules, one after the other."""
     return [different(schedule) for schedule in schedules]
 
 
 def none_different(ranks: Ranks, schedules: Sequence[PipelineSchedule]) -> bool:
-    """Run on the ranks; whether all of them found nothing."""
+    """Run on the ranks, and return whether none of them found a difference."""
     found = ranks.run(all_different, schedules, deadline_s=DEADLINE_S)
     return found == [[[] for _ in schedules]] * ranks.size
 
@@ -125,7 +125,7 @@ F, B = "F", "B"
 
 
 def plain(*rows: list[tuple[int, str, int]], n_micro: int = 1) -> PipelineSchedule:
-    """A schedule of these rows."""
+    """Return a schedule of these rows."""
     return PipelineSchedule(tuple(tuple(Action(*one) for one in row) for row in rows), n_micro)  # type: ignore[arg-type]
 
 
@@ -134,7 +134,7 @@ ALONE = torch_schedule("zbv", 1, 2)
 
 
 class Stateful(nn.Module):
-    """A linear layer and a running mean."""
+    """A stage with a linear layer and a running mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,18 +146,18 @@ class Stateful(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of rows."""
+        """Map rows."""
         out: Tensor = self.norm(self.linear(x))
         return out
 
 
 def squared(output: Tensor, target: Tensor) -> Tensor:
-    """A loss."""
+    """Return a loss."""
     return (output - target).square().mean()
 
 
 def rows(count: int) -> Tensor:
-    """Some."""
+    """Return some rows."""
     return torch.arange(3.0 * count).view(count, 3).sin()
 
 
@@ -187,7 +187,7 @@ def test_steps_leave_nothing_behind(one_rank: Ranks) -> None:
 
 
 def wrong_gradients(make: Callable[[list[nn.Module]], Any]) -> list[str]:
-    """What differs from the plain loop in four steps, of which the last two accumulate."""
+    """Return the differences from the plain loop in four steps; the last two accumulate."""
     modules: list[list[nn.Module]] = [[Stateful(), Stateful()] for _ in range(2)]
     runtime, loop = make(modules[0]), PlainLoop(modules[1], 2, squared)
     found = []
@@ -207,7 +207,7 @@ def wrong_gradients(make: Callable[[list[nn.Module]], Any]) -> list[str]:
 
 
 def of_one_rank(modules: list[nn.Module]) -> PipelineRuntime:
-    """A runtime whose rank has both stages."""
+    """Return a runtime whose rank has both stages."""
     return PipelineRuntime(ALONE, dict(enumerate(modules)), squared)
 
 
@@ -228,7 +228,7 @@ def test_buffers_are_kept() -> None:
 
 
 def steps_after_a_failure() -> list[str]:
-    """What three steps raise, of which the first one's loss function does."""
+    """Return the errors of three steps, of which the first one's loss function raises."""
     broken = [True]
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ def test_a_runtime_that_failed_is_not_used_again(one_rank: Ranks) -> None:
 
 
 class Reducing(Stateful):
-    """A stage that sums over the ranks, in its forward, its backward, or a hook before it."""
+    """A stage that sums over the ranks in its forward, its backward, or a hook before it."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class Reducing(Stateful):
             self.register_forward_pre_hook(lambda module, given: _reduce(given[0]))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of rows."""
+        """Map rows."""
         out = super().forward(x)
         if self.where == "forward":
             _reduce(out)
@@ -278,14 +278,14 @@ def _reduce(value: Tensor) -> None:
 
 
 def summed(output: Tensor, target: Tensor) -> Tensor:
-    """A loss over the ranks."""
+    """Return a loss over the ranks."""
     loss = squared(output, target)
     _reduce(loss)
     return loss
 
 
 def told_of_passes() -> list[str]:
-    """What is raised on each of two ranks where passes are watched; last, in an evaluation."""
+    """Return the errors of watched passes on this rank; the last one is of an evaluation."""
     told = []
     for kind in ("forward", "backward", "hook", "loss"):
         stage, loss = Reducing(kind), summed if kind == "loss" else squared
@@ -313,7 +313,7 @@ def test_a_collective_inside_a_pass_is_refused(two_ranks: Ranks) -> None:
 
 
 def refusals() -> list[str]:
-    """What runtimes that cannot be made tell each of two ranks."""
+    """Return this rank's errors of runtimes that cannot be made."""
     rank = dist.get_rank()
     deadlock = plain([(0, B, 0), (0, F, 0)], [(1, F, 0), (1, B, 0)])
     order = [(1, F, 1), (1, F, 0), (1, B, 0), (1, B, 1)]
@@ -369,7 +369,7 @@ def test_what_cannot_run_is_refused_on_all_ranks(two_ranks: Ranks) -> None:
 
 
 def say_what_is_wrong() -> list[str]:
-    """What batches that do not fit raise, on a runtime of two microbatches."""
+    """Return the errors for batches that do not fit a runtime of two microbatches."""
     runtime = PipelineRuntime(ALONE, {0: Stateful(), 1: Stateful()}, squared)
     told = []
     given: list[tuple[tuple[Tensor, ...], Any]] = [
@@ -407,12 +407,12 @@ def test_batches_that_do_not_fit_are_refused(one_rank: Ranks) -> None:
 
 
 class Failing(Stateful):
-    """A stage whose backward pass fails, if told."""
+    """A stage whose backward pass fails if ``fails`` is set."""
 
     broken = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of rows."""
+        """Map rows."""
         out = super().forward(x)
         if self.broken:
             out.register_hook(_planted)
@@ -424,7 +424,7 @@ def _planted(grad: Tensor) -> None:
 
 
 def what_ranks_are_told() -> list[str]:
-    """Return what is raised on each of two ranks, by a batch and by a pass of rank 0 alone."""
+    """Return this rank's errors if a batch, and then a pass, of rank 0 alone fails."""
     rank = dist.get_rank()
     schedule = plain([(0, F, 0), (0, B, 0)], [(1, F, 0), (1, B, 0)])
     stage = Failing()

@@ -1,4 +1,4 @@
-"""What a backward pass in two parts computes, and how often."""
+"""The results of a backward pass in two parts, and how often its parts run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swpipe.tasks.pipeline_parallel.split_backward import input_pass, whole_pass
 
 
 class Counted(torch.autograd.Function):
-    """Counts its backward passes."""
+    """An autograd function that counts its backward passes."""
 
     passes = 0
 
@@ -26,7 +26,7 @@ class Counted(torch.autograd.Function):
 
 
 def stage(x: Tensor, layers: nn.ModuleList, weight: Tensor) -> Tensor:
-    """Some layers in a row, the first and the last with a weight that they share."""
+    """Return some layers in sequence, of which the first and the last share a weight."""
     x = Counted.apply(x @ weight)  # type: ignore[no-untyped-call]
     for layer in layers:
         x = Counted.apply(torch.tanh(layer(x)))  # type: ignore[no-untyped-call]

@@ -42,13 +42,13 @@ def orders(n_ranks: int) -> dict[str, PipelineSchedule]:
 
 
 def run(ranks: Ranks, cases: list[Case], varying_shapes: bool = False) -> list[list[Outcome]]:
-    """Return what each rank has to say of each case."""
+    """Return the outcomes of each case on all ranks."""
     told = ranks.run(outcomes, cases, varying_shapes, deadline_s=500.0)
     return [list(one) for one in zip(*told, strict=True)]
 
 
 def check(kind: str, outcome: list[Outcome], words: str | None) -> None:
-    """Equal on all ranks; or, where there are words, refused on all of them in these."""
+    """Check that a case is equal on all ranks or, if ``words`` are given, refused with them."""
     if words is None:
         assert outcome == [Outcome([])] * len(outcome), (kind, outcome)
         return

@@ -1,4 +1,4 @@
-"""What goes from rank to rank: any structure, and tensors with all that kernels look at."""
+"""Values between ranks: any structure, and tensors with all properties that kernels use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TENSORS = {
 
 
 def sent(tensor: Tensor) -> Tensor:
-    """Return what arrives of a tensor, in memory of its own."""
+    """Return the received copy of a tensor."""
     layout = TensorLayout.of(tensor)
     memory = torch.full((layout.elements * layout.dtype.itemsize,), 7, dtype=torch.uint8)
     if layout.elements:

@@ -57,7 +57,7 @@ JOB = Job("row_wise", pooled=False)
 
 
 def _by_torchrec() -> tuple[Outcome, list[DynamicTables]]:
-    """TorchRec's plain loop, on tables of its own with room for everything."""
+    """Train in TorchRec's plain loop, on tables with room for everything."""
     model, groups = dynamic(JOB, 10_000)
     outcome = by_torchrec(JOB, batches(STEPS), model)
     return Outcome(outcome.outputs, outcome.state | rows_of(groups)), groups
@@ -77,7 +77,7 @@ def _tasks(model: Any, forward: Kind, **options: Any) -> SparseDistTasks:
 
 
 def _behind_cache(plan: str, forward: Kind) -> list[str]:
-    """What is wrong with a training with as many lines as the largest batch has keys."""
+    """Return the faults of a training with as many lines as the largest batch has keys."""
     wanted, roomy = _by_torchrec()
     lines = torch.tensor(max(group.most for group in roomy))
     dist.all_reduce(lines, dist.ReduceOp.MAX)
@@ -113,7 +113,7 @@ def _made(name: str, lines: int | None = 200, **options: Any) -> Any:
 
 
 def _after_shortcut(task: str) -> tuple[list[str], list[str]]:
-    """What is left after a task was shortcut, and where later batches differ from TorchRec's.
+    """Return the remains of a shortcut task, and how later batches differ from TorchRec's.
 
     Shortcuts are enabled and disabled with batches in flight.
     """
@@ -145,7 +145,7 @@ def test_a_shortcut_leaves_no_prefetch_behind(two_ranks: Ranks, task: str) -> No
 
 
 def _dropped_and_replayed() -> list[str]:
-    """A batch is dropped between its dense backward and that of its tables; its cut is replayed."""
+    """Drop a batch between its dense and its table backward, and replay the cut of the graph."""
     pipeline, _, groups = _made(SPLIT)
     without_ids = next(batches(1))
     without_ids.ids = without_ids.dense  # which can be copied, and not exchanged
@@ -287,7 +287,7 @@ def test_a_look_up_that_outlives_its_run_is_released() -> None:
 
 
 class CountedTable(nn.Module):
-    """Notes the counters of its prefetch."""
+    """A table that notes the counters of its prefetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ MEASURED = (PREFETCH, EMBED, "DenseForward", "EmbBackward")
 
 
 def _profiled() -> tuple[set[str], list[str]]:
-    """The tasks measured, and in what the state differs from before."""
+    """Return the measured tasks, and the differences of the state after a profile."""
     model, groups = dynamic(JOB, 100)
     with create(SPLIT, model, JOB, tables_state=saving(groups)) as pipeline:
         to_the_end(pipeline, batches(3))

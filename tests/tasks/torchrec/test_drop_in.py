@@ -1,4 +1,4 @@
-"""A pipeline by name and its step: what is refused, by which words; what each plan promises."""
+"""A pipeline by name and its step: what is refused, with which words, and what plans promise."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SGD = torch.optim.SGD(LAYER.parameters(), lr=0.1)
 
 
 def _misfit(job: Job, forward: str, optimizer: Any = dense_optimizer) -> str:
-    """What is said of the plan that looks up before the optimizers' step."""
+    """Return the error of the plan that looks up before the optimizers' step."""
     model, plan = sharded(job), plans.split(after_step=False)
     made = optimizer(job, model) if optimizer is dense_optimizer else optimizer(model)
     given = {"model": model, "optimizer": made, "device": CPU, "forward": forward}
@@ -71,7 +71,7 @@ def test_a_plan_that_does_not_suit_is_refused(one_rank: Ranks) -> None:
 
 
 def _on_streams(sharding: str) -> list[str]:
-    """The ready-made plans that would be refused on a device with streams."""
+    """Return the ready-made plans that would be refused on a device with streams."""
     model = sharded(Job(sharding))
     step = TrainStep([dense_optimizer(Job(sharding), model)])
     tasks = SparseDistTasks(model, step, device="cpu")
@@ -92,7 +92,7 @@ def test_the_plans_hold_on_a_device_with_streams(one_rank: Ranks, sharding: str)
 
 
 def _scattered(forward: Kind, sharding: str) -> list[str]:
-    """What is refused of plans with a ready-made plan's dependences, and any stages and threads."""
+    """Return the refusals of plans with random stages and threads but a ready-made plan's edges."""
     model = sharded(Job(sharding))
     step = TrainStep([dense_optimizer(Job(sharding), model)])
     tasks = SparseDistTasks(model, step, TaskOptions(forward=forward), device="cpu").tasks()
@@ -126,7 +126,7 @@ def test_one_backward_for_both_says_that_it_updates_the_tables(one_rank: Ranks) 
 
 
 def _prefetched_after(forward: Kind) -> list[str]:
-    """The tasks of the batch before that a prefetch waits for in the plan ``split``."""
+    """Return the tasks of the previous batch before a prefetch in the plan ``split``."""
     with create(EXACT[3], forward=forward) as pipeline:
         pairs = pipeline.pipe.plan.same_period_deps
         return [before for after, before in pairs if after == plans.PREFETCH]
@@ -165,7 +165,7 @@ def test_what_is_wrong_is_said_when_it_is_made(call: Callable[[], Any], said: st
 
 
 def _told() -> dict[str, str]:
-    """What needs a process group to be wrong."""
+    """Return the errors that only a process group shows."""
 
     def scaled(model: nn.Module, optimizer: Any, **options: Any) -> str:
         step = TrainStep([optimizer], **options)
@@ -240,7 +240,7 @@ def test_a_scaler_scales_and_unscales(two_ranks: Ranks) -> None:
 
 
 def _evaluated() -> bool:
-    """Whether an evaluation leaves the gradients of the last step."""
+    """Return whether an evaluation leaves the gradients of the last step."""
     model = sharded(Job())
     with create(SERIAL, model) as pipeline:
         to_the_end(pipeline, batches(1))
@@ -266,7 +266,7 @@ def _wrapped(pipeline: Any, model: nn.Module, optimizer: Any) -> Any:
 
 
 def _shortcut() -> bool:
-    """Whether a replayed backward leaves Megatron's buffer as the backward left it."""
+    """Return whether a replayed backward leaves Megatron's buffer as the backward left it."""
     model, optimizer = megatrons()
     with create(SERIAL, model, step=TrainStep([optimizer])) as pipeline:
         wrapper = model._dmp_wrapped_module
@@ -286,7 +286,7 @@ def test_a_shortcut_of_the_backward_puts_megatrons_buffer_back(one_rank: Ranks) 
 
 
 class Corrupt(Iterator[int]):
-    """Numbers from 0 to 5, and an error in place of 2."""
+    """An iterator over 0 to 5, with an error in place of 2."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -311,7 +311,7 @@ def test_an_error_keeps_its_place_among_batches_that_are_kept_back(
 
 
 def handed_out(batches: Iterator[int]) -> Iterator[Any]:
-    """The batches, and the texts of the errors."""
+    """Yield the batches, and the texts of the errors."""
     while True:
         try:
             yield next(batches)
@@ -322,7 +322,7 @@ def handed_out(batches: Iterator[int]) -> Iterator[Any]:
 
 
 class Broken(Iterator[int]):
-    """Number 0, and then the same error for ever."""
+    """An iterator of 0 that then raises the same error forever."""
 
     def __init__(self) -> None:
         self.begun = False

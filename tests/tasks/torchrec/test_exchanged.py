@@ -1,7 +1,7 @@
-"""A rewritten forward is called with the very input that was exchanged, or the call is refused.
+"""A rewritten forward is called with exactly the exchanged input, or the call is refused.
 
-The trace sees one batch in one mode. A model that chose another input later got embeddings of ids
-that it had not asked for, without a word.
+The trace sees one batch in one mode. A model that chose another input later once got embeddings of
+other ids than it had asked for, without an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps of TorchRec's that a subclass overrides: the numbers of the same subclass of TorchRec's."""
+"""Overridden steps of TorchRec's classes: the numbers of the same subclass of TorchRec."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Subclass = Callable[[Any], Any]
 
 
 def scales_the_loss(base: Any) -> Any:
-    """Backward of a multiple of the losses, as with a gradient scaler or an accumulation."""
+    """Return a subclass that multiplies the losses, as a gradient scaler does."""
 
     class Scaled(base):
         def _backward(self, losses: Any) -> None:
@@ -54,7 +54,7 @@ def scales_the_loss(base: Any) -> Any:
 
 
 def backs_twice(base: Any) -> Any:
-    """Backward of TorchRec's class, after a change of the losses."""
+    """Return a subclass that changes the losses, and calls TorchRec's backward."""
 
     class Weighted(base):
         def _backward(self, losses: Any) -> None:
@@ -64,7 +64,7 @@ def backs_twice(base: Any) -> Any:
 
 
 def clips(base: Any) -> Any:
-    """Clips gradients before the step."""
+    """Return a subclass that clips gradients before the step."""
 
     class Clipped(base):
         def _optimizer_step(self) -> None:
@@ -75,7 +75,7 @@ def clips(base: Any) -> Any:
 
 
 def stops_together(base: Any) -> Any:
-    """Drops the batches that only some ranks have, and each batch whose number is 1 modulo 3."""
+    """Return a subclass that drops batches that only some ranks have, and every third one."""
 
     class Together(base):
         pulled = 0
@@ -101,7 +101,7 @@ def stops_together(base: Any) -> Any:
 
 
 def doubles_copies(base: Any) -> Any:
-    """Changes the batch on the device, in TorchRec's own words."""
+    """Return a subclass that changes the batch on the device, as TorchRec's documentation does."""
 
     class Doubled(base):
         def copy_batch_to_gpu(self, dataloader_iter: Any) -> Any:
@@ -120,7 +120,7 @@ def doubles_copies(base: Any) -> Any:
 
 
 def does_all(base: Any) -> Any:
-    """Overrides everything, and leaves a batch out in the pull alone."""
+    """Return a subclass that overrides everything, and leaves out a batch in the pull alone."""
     doubled = doubles_copies(base)
     clipped = clips(doubled)
     together = stops_together(clipped)
@@ -142,7 +142,7 @@ def _uneven(pipeline: Any) -> list[Any]:
 
 
 def _changed(hook: str) -> list[str]:
-    """Where a subclass of ours differs from the same subclass of TorchRec's."""
+    """Return the differences between subclasses of ours and of TorchRec's."""
     subclass, names = CHANGING[hook]
     loop = _uneven if hook in ("_next_batch", "all") and dist.get_world_size() > 1 else 7
     found = []
@@ -172,7 +172,7 @@ def test_an_override_has_the_numbers_of_torchrecs_on_one_rank(one_rank: Ranks, h
 
 
 def counts_calls(base: Any, calls: list[str]) -> Any:
-    """Notes each call, and does what the class does."""
+    """Return a subclass that notes each call."""
 
     def noting(name: str) -> Callable[..., Any]:
         def hook(self: Any, *given: Any) -> Any:
@@ -210,7 +210,7 @@ def test_each_hook_is_called_once_for_each_batch(two_ranks: Ranks) -> None:
 
 
 def _unsharded() -> list[str]:
-    """The hooks that are called for a model without sharded modules."""
+    """Return the hooks that are called for a model without sharded modules."""
 
     class Plain(nn.Module):
         def __init__(self) -> None:
@@ -237,7 +237,7 @@ def test_each_hook_is_called_for_any_model(one_rank: Ranks) -> None:
 
 
 def fills_with_copies(base: Any) -> Any:
-    """A rank whose data has ended goes on with copies of a batch, until all have ended."""
+    """Return a subclass that continues with copies of a batch until all ranks' data has ended."""
 
     class Filled(base):
         def _next_batch(self, dataloader_iter: Any) -> Any:
@@ -312,7 +312,7 @@ def test_an_override_of_the_pull_gives_every_epoch(one_rank: Ranks) -> None:
 
 
 def filters_first(base: Any) -> Any:
-    """Ends by StopIteration, as ``next`` without a default does."""
+    """Return a subclass that ends by StopIteration, as ``next`` without a default does."""
 
     class Ended(base):
         def _next_batch(self, dataloader_iter: Any) -> Any:
@@ -397,7 +397,7 @@ def test_a_function_for_nothing_is_refused() -> None:
 
 
 def _prefetched_apart() -> list[str]:
-    """Where training with caches filled on a thread of their own differs from TorchRec's base."""
+    """Return the differences from TorchRec's base with caches filled on a separate thread."""
     plan = plans.prefetch()
     apart = replace(plan.schedule[plans.PREFETCH], thread_group="prefetch")
     plan = replace(plan, schedule={**plan.schedule, plans.PREFETCH: apart})
@@ -432,7 +432,7 @@ def test_look_ups_before_the_forward_have_the_same_numbers(two_ranks: Ranks, nam
 
 
 def _order(pipeline_forward: bool, modules: int = 2) -> list[str]:
-    """The look-ups and dense parts of the third batch, in order."""
+    """Return the look-ups and dense parts of the third batch, in order."""
     job = Job(modules=modules)
     pipeline = made(ours.TrainPipelineBase, job, pipeline_forward=pipeline_forward)
     found: list[str] = []

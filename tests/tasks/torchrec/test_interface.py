@@ -1,4 +1,4 @@
-"""Names, arguments and methods are TorchRec's; what has no counterpart is refused by name."""
+"""Names, arguments and methods are TorchRec's; the rest is refused by name."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_other_names_of_torchrecs_package_are_its_own() -> None:
 
 
 def _by_doors() -> list[str]:
-    """Filled by hand; and a subclass that copies batches itself."""
+    """Return the differences of a pipeline filled by hand, and of one with its own copy."""
 
     class Doubled(ours.TrainPipelineSparseDist[Any, Any]):
         def copy_batch_to_gpu(self, dataloader_iter: Any) -> tuple[Any, None]:
@@ -170,7 +170,7 @@ def test_an_argument_that_only_a_newer_torchrec_has_is_refused(
 
     class Newer:
         def __init__(self, model: Any, optimizer: Any, device: Any, fancy: int = 3) -> None:
-            """Take one argument more."""
+            """Take an additional argument."""
 
     base = ours.TrainPipelineBase
     monkeypatch.setattr(base, "_original", Newer)
@@ -189,7 +189,7 @@ def test_a_subclass_has_its_own_arguments() -> None:
             super().__init__(UNUSED, None, CPU)
 
     class Plain(ours.TrainPipelineBase[Any, Any]):
-        """Nothing else."""
+        """A subclass without additions."""
 
     assert list(arguments(Mine)) == ["rate"]
     assert arguments(Plain) == arguments(theirs("TrainPipelineBase"))
@@ -208,7 +208,7 @@ def test_a_subclass_that_would_be_ignored_is_refused() -> None:
 
 
 def _private() -> list[tuple[str, str]]:
-    """What is said, and what it begins with."""
+    """Return error messages, and their beginnings."""
     pipeline = made(ours.TrainPipelineSparseDist)
     stream = {"emb_lookup_stream": "fast"}
     return [
@@ -308,7 +308,7 @@ def test_a_new_iterator_in_each_call_is_warned_of(one_rank: Ranks, name: str) ->
 
 
 def _evaluated(name: str, training: bool) -> list[str]:
-    """What an evaluation with gradients switched on left behind."""
+    """Return what an evaluation with gradients switched on has left."""
     pipeline = made(getattr(ours, name))
     model = pipeline._model.train(training)
     before = everything(model)
@@ -359,7 +359,7 @@ def test_another_model_is_attached_when_none_is_in_flight(two_ranks: Ranks) -> N
 
 
 def _accumulated(module: Any) -> Outcome:
-    """A training under TorchRec's own GradientAccumulationWrapper."""
+    """Train under TorchRec's own ``GradientAccumulationWrapper``."""
     wrapper = importlib.import_module("torchrec.distributed.train_pipeline")
     model = sharded(Job())
     optimizer = dense_optimizer(Job(), model)

@@ -1,4 +1,4 @@
-"""A state with batches in flight is saved only where it leads back to the same numbers."""
+"""A state with batches in flight is saved only if it leads to the same numbers."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def _made(name: str, model: nn.Module | None = None, **options: Any) -> Any:
 
 
 def _said(pipeline: Any, data: Iterator[Batch] | None = None) -> str:
-    """What saving with batches in flight says."""
+    """Return the error of saving with batches in flight."""
     data = batches(STEPS) if data is None else data
     return refusal(lambda: (pipeline.progress(data), pipeline.state_dict()))
 
 
 @contextmanager
 def _drained(pipeline: Any) -> Iterator[Any]:
-    """After the block, a drain has made saving possible."""
+    """Drain the pipeline after the block, and check that this makes saving possible."""
     with pipeline:
         yield pipeline
         pipeline.drain()
@@ -64,7 +64,7 @@ def _drained(pipeline: Any) -> Iterator[Any]:
 
 
 def _resumed() -> list[str]:
-    """Drained and flushed within an accumulation; SGD has no state."""
+    """Resume after a drain and a flush within an accumulation."""
     with _made(EXACT[1], seed=3, accumulate=3) as pipeline:
         data = batches(STEPS)
         outputs = [pipeline.progress(data) for _ in range(2)] + pipeline.drain()
@@ -87,17 +87,17 @@ def test_a_resumed_accumulation_has_the_numbers_of_one_that_went_on(one_rank: Ra
 
 
 class _Draws(IdentityShuffler):
-    """A shuffler of the user's."""
+    """A shuffler of a user's own that draws."""
 
 
 class _Own:
-    """The same, of no known class."""
+    """A shuffler of an unknown class."""
 
     def start(self, batch: Any) -> None:
         """Do nothing."""
 
     def finish(self, batch: Any, ticket: None) -> Any:
-        """The same batch."""
+        """Return the batch unchanged."""
         return batch
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class _Own:
 
 def _refused() -> dict[str, str]:
     def plan(order: Sequence[str], **changes: Any) -> Any:
-        """The plan sparse_dist with another entry for the optimizer's step."""
+        """Return the plan sparse_dist with another entry for the optimizer's step."""
         model = sharded(Job())
         step = TrainStep([dense_optimizer(Job(), model)])
         tasks = SparseDistTasks(model, step, TaskOptions(forward="pipelined"), device=CPU)
@@ -210,7 +210,7 @@ def test_a_first_step_that_is_rounded_otherwise_is_told(one_rank: Ranks, two_ran
 
 
 def _pulled(own: bool) -> list[int]:
-    """Batches that the state does not account for, after each step."""
+    """Return, after each step, the number of batches missing in the state."""
     found = []
     with _made("jagged_prefetch_sparse_dist") as pipeline:
         data = Counted(batches(STEPS))

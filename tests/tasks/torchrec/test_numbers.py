@@ -1,4 +1,4 @@
-"""The numbers are those of TorchRec's own classes, bit for bit, however they are called."""
+"""The numbers are those of TorchRec's own classes, bit for bit, for all ways of calling."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PULLED = {
 
 
 def _pulled() -> list[dict[str, int]]:
-    """How many batches the first call has pulled, in TorchRec's classes and in ours."""
+    """Return how many batches the first call pulls, in TorchRec's classes and in ours."""
     found: list[dict[str, int]] = [{}, {}]
     for name, (which, kind) in product(PULLED, enumerate((theirs, partial(getattr, ours)))):
         left = list(batches(9))
@@ -60,7 +60,7 @@ def _pulled() -> list[dict[str, int]]:
 
 
 def popped(batches_: list[Any]) -> Iterator[Any]:
-    """The batches of a list, which gets shorter."""
+    """Yield the batches of a list, and remove them."""
     while batches_:
         yield batches_.pop(0)
 
@@ -141,7 +141,7 @@ def test_iterators_are_taken_as_by_torchrec(two_ranks: Ranks) -> None:
 
 
 def _by_turns(name: str) -> tuple[list[int], bool]:
-    """From which of two iterators each batch comes; whether it was trained on in that order."""
+    """Return the source of each batch, and whether batches were trained on in that order."""
     taken: list[int] = []
 
     def told(k: int, data: Any) -> Any:

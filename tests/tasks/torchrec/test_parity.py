@@ -1,4 +1,4 @@
-"""The same numbers, bit for bit: every pipeline against TorchRec's own unpipelined one."""
+"""Every pipeline has the numbers of TorchRec's own unpipelined one, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ their optimizer. So collections are fused, and are never data-parallel.
 
 
 class Case(NamedTuple):
-    """One training: the job, the pipeline, and its options."""
+    """A training: the job, the pipeline, and its options."""
 
     sharding: str
     form: str

@@ -1,4 +1,4 @@
-"""Shared rows are exchanged late, all others early: the serial plan's bits."""
+"""PEC exchanges shared rows late and all others early, with the serial plan's bits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TABLES, MASKS = Location("tables", persistent=True), Location("overlap", persist
 
 
 def plan_of(kind: str, tasks: Any) -> PipelinePlan:
-    """A plan for the fourteen tasks, or for the eleven."""
+    """Return a plan for the fourteen tasks, or for the eleven."""
     return {
         "serial": lambda: PipelinePlan.serial(tasks),
         "pec": pec,
@@ -45,7 +45,7 @@ def plan_of(kind: str, tasks: Any) -> PipelinePlan:
 
 
 def trained(kind: str, optimizer: Any = SGD, steps: int = STEPS) -> tuple[Outcome, Any]:
-    """What a plan makes of some batches, and the sizes of its exchanges."""
+    """Train under a plan; return the outcome, and the sizes of its exchanges."""
     model = sharded(optimizer=SGD if optimizer == WARM_UP else optimizer)
     dense = warmed_up(model) if optimizer == WARM_UP else dense_optimizer(model)
     tasks = SparseDistTasks(model, TrainStep([dense]), device=CPU)
@@ -90,13 +90,13 @@ def test_both_exchanges_are_counted(two_ranks: Ranks) -> None:
 
 
 class Tried(TrainPipelinePEC[Any, Any]):
-    """Tries each plan for as few batches as have one step that counts."""
+    """A pipeline that tries each plan for the fewest batches with one step that counts."""
 
     trial_batches = FILL + DRAIN + 4
 
 
 def _tried(ms: dict[str, float]) -> tuple[list[str], Any]:
-    """Train through both trials, where the plans take this long, and beyond."""
+    """Train through both trials, in which the plans take these times, and beyond."""
     steps = 2 * Tried.trial_batches + 5
     wanted, _ = trained("eleven", steps=steps)
     model = sharded()
@@ -124,7 +124,7 @@ def test_pec_is_used_where_its_steps_are_shorter(
 
 
 def _resumed(number: int) -> list[Any]:
-    """The plans that were measured in a trial's batches after a resume; at the end, the choice."""
+    """Return the plans measured after a resume during a trial, and the final choice."""
     model = sharded()
     with (
         mock.patch("swpipe.tasks.torchrec.pipelines.pec_pipeline._slowest", side_effect=[100, 90]),
@@ -145,7 +145,7 @@ def test_a_pipeline_that_is_resumed_beyond_its_trials_tries_again(two_ranks: Ran
 
 
 class Always(TrainPipelinePEC[Any, Any]):
-    """Takes PEC without a trial."""
+    """A pipeline that uses PEC without a trial."""
 
     trial_batches = 0
 

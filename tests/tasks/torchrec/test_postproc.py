@@ -1,4 +1,4 @@
-"""Modules that compute inputs of sharded modules run in a task of their own, ahead of the forward.
+"""Modules that compute inputs of sharded modules run in a separate task, ahead of the forward.
 
 TorchRec calls them postprocs (``pipeline_postproc=True``). The numbers are those of TorchRec's
 ``TrainPipelineBase``, which runs the model as it is.
@@ -44,7 +44,7 @@ def _different(
     data: Callable[[int], Iterator[Batch]] = batches,
     **options: Any,
 ) -> dict[str, list[str]]:
-    """For each of these plans that differs from TorchRec's base, where it does."""
+    """Return the differences of these plans from TorchRec's base, if any."""
     model = computing(kind)
     torch.manual_seed(11)
     wanted, found = by_torchrec(TWO, data(4), model), {}
@@ -63,7 +63,7 @@ KINDS = (kinds.one, kinds.each, kinds.chain, kinds.draws, kinds.in_place, kinds.
 
 
 def _kinds_different() -> dict[str, Any]:
-    """The kinds under plans in turn."""
+    """Return the differences of each kind, under one of the plans."""
     found = {}
     for k, kind in enumerate(KINDS):
         if where := _different(kind, (EXACT[1 + k % 3],)):
@@ -96,7 +96,7 @@ def test_modules_see_the_shuffled_batch(two_ranks: Ranks) -> None:
 
 
 def _order(name: str) -> str:
-    """When the module runs (m) and when the model's dense part does (d)."""
+    """Return the order of the module's runs (m) and those of the model's dense part (d)."""
     model = computing(kinds.one)
     seen: list[str] = []
     inner = model.module
@@ -160,7 +160,7 @@ def test_a_forward_that_does_otherwise_later_is_refused(
 
 
 def _changed(name: str, drained: bool, of: str) -> list[str]:
-    """What is said after 2 batches, and a change of a module from outside."""
+    """Return the error after 2 batches and a change of a module from outside."""
     model = computing(kinds.each)
     with _made(name, model) as pipeline:
         data = batches(7)
@@ -224,7 +224,7 @@ def test_without_strict_what_may_not_run_ahead_runs_in_the_forward(two_ranks: Ra
 
 
 def _left_out() -> list[int]:
-    """Outputs of other batches than the one that shortcuts have kept, finite ones."""
+    """Return how many outputs are finite and not those of the cached batch."""
     counts = []
     with _made("jagged_split_sparse_dist", computing(kinds.chain)) as pipeline:
         for task in ("H2DAndShuffle", POSTPROC, "EmbInputDistStart", "DenseForward"):

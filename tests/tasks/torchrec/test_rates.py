@@ -1,6 +1,6 @@
-"""When a learning rate takes effect: as in TorchRec's class of the same name.
+"""A learning rate takes effect as in TorchRec's class of the same name.
 
-Rates change in the loop, between two calls of ``progress``; in the classes that look the next batch
+Rates change in the loop, between two calls of ``progress``. In the classes that look the next batch
 up ahead, or before ``zero_grad``, the tables' rates are those of an earlier call.
 """
 
@@ -60,9 +60,9 @@ _TWIN = {STAGED: "TrainPipelineBase"}
 
 
 def train(kind: str, schedule: str, where: str, steps: int, *, on_ours: bool) -> Outcome:
-    """One training; the rates change after each call of ``progress``.
+    """Train, with rates that change after each call of ``progress``.
 
-    Losses and outputs; parameters, states of the optimizers, and the rates that the tables hold.
+    The outcome has losses and outputs; parameters, optimizer states, and the tables' rates.
     """
     model = sharded(JOB)
     optimizer, change = optimizer_of(model, schedule, where)
@@ -95,7 +95,7 @@ def _outputs(
 
 
 def _staged(model: nn.Module, optimizer: Any, steps: int) -> Iterator[Tensor]:
-    """The user runs the model; TorchRec's own classes for this need streams of a device."""
+    """Train with a model that the user runs; TorchRec's own classes need a device's streams."""
     exchange = ours.SparseDataDistUtil[Any](model, None)
     pipeline = ours.StagedTrainPipeline([exchange.start_sparse_data_dist_stage()])
     data = batches(steps)
@@ -109,7 +109,7 @@ def _staged(model: nn.Module, optimizer: Any, steps: int) -> Iterator[Tensor]:
 
 
 def optimizer_of(model: nn.Module, schedule: str, where: str) -> tuple[Any, Callable[[int], Any]]:
-    """The pipeline's optimizer, and what changes its rates after a step."""
+    """Return the pipeline's optimizer, and a function that changes its rates after a step."""
     named = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense: Any = KeyedOptimizerWrapper(named, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     fused: Any = model.fused_optimizer
@@ -197,18 +197,18 @@ def test_trainings_equal_torchrecs_under_schedules(one_rank: Ranks, two_ranks: R
 
 
 class Group(nn.Module):
-    """Tables that hold a rate, as fbgemm's."""
+    """Tables with a rate, as fbgemm's."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
 
     def get_learning_rate(self) -> float:
-        """The rate of the next look-up."""
+        """Return the rate of the next look-up."""
         return self.rate
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set it."""
+        """Set the rate."""
         self.rate = rate
 
 

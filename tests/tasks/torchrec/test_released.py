@@ -1,4 +1,4 @@
-"""Ids whose memory goes when they have been exchanged, on every TorchRec that is supported."""
+"""Ids are freed after their exchange, on every supported TorchRec."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_one_module_copies_stays_for_another_that_does_not() -> None:
 
 
 class _Held(CpuDevice):
-    """Notes how many bytes are there when their memory is held."""
+    """A device that records the size of memory when it is held."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A training that was stopped and resumed gives the numbers of one that was not, bit for bit."""
+"""A training that was stopped and resumed has the numbers of one that was not, bit for bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WRAPPERS = "torchrec.distributed.train_pipeline"
 
 
 class Case(NamedTuple):
-    """A pipeline, where it is stopped, and whether it is drained there."""
+    """A pipeline, the places where it is stopped, and whether it is drained there."""
 
     name: str
     places: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 class Counted(Iterator[Batch]):
-    """An iterator that knows how many batches were pulled from it."""
+    """An iterator that counts the batches pulled from it."""
 
     def __init__(self, data: Iterator[Batch]) -> None:
         self.pulled = 0
@@ -58,7 +58,7 @@ class Counted(Iterator[Batch]):
 
 
 class Training:
-    """Everything of one process that trains; the rates change with each call."""
+    """All objects of one training process, with rates that change in each call."""
 
     def __init__(self, case: Case, done: int = 0) -> None:
         self.model: Any = sharded(JOB)
@@ -70,13 +70,13 @@ class Training:
         self.data = Counted(islice(batches(2 * STEPS), done, None))
 
     def take_over(self, other: Training, state: Any) -> None:
-        """What a checkpoint of the other leads back to."""
+        """Load a checkpoint of another training."""
         put_back(self.model, everything(other.model))
         self.optimizer.load_state_dict(other.optimizer.state_dict())
         self.pipeline.load_state_dict(state)
 
     def run(self, first: int, last: int = STEPS) -> list[Tensor]:
-        """The outputs of some calls."""
+        """Return the outputs of some calls."""
         found = []
         for call in range(first, last):
             for group in self.optimizer.param_groups:
@@ -86,7 +86,7 @@ class Training:
 
 
 def _stopped(case: Case) -> list[str]:
-    """Where a run that is resumed at each place differs from the one that goes on."""
+    """Return the differences between resumed runs and the one that continues."""
     first, outputs, others = Training(case), list[Tensor](), {}
     for place in case.places:
         outputs += first.run(len(outputs), place)
@@ -250,7 +250,7 @@ def test_a_staged_pipeline_is_saved_after_a_flush() -> None:
 
 
 def _wrapped() -> tuple[Training, Any]:
-    """Three batches a step, by TorchRec's GradientAccumulationWrapper."""
+    """Return a training by TorchRec's ``GradientAccumulationWrapper``, three batches a step."""
     wrapper = importlib.import_module(WRAPPERS)
     config = wrapper.GradientAccumulationConfig(is_enabled=True, num_steps=3)
     one = Training(Case(SPARSE))
@@ -259,7 +259,7 @@ def _wrapped() -> tuple[Training, Any]:
 
 
 def _resumed() -> list[Any]:
-    """Saved after the first step."""
+    """Resume from a state after the first step."""
     first, wrapped = _wrapped()
     said = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What is pipelined, what is not, and what is said of it."""
+"""The inputs that are pipelined, those that are not, and the messages about them."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class _NoTo:
 def _refused(
     kind: Kind = kinds.by_flag, batch: Any = None, find: Find = "trace", **options: Any
 ) -> str:
-    """What is said of a model at its first batch; "" if it runs."""
+    """Return the error of a model at its first batch; "" if it runs."""
     with create("jagged_sparse_dist", computing(kind), TWO, find=find, **options) as pipeline:
         return refusal(lambda: pipeline.progress(iter([batch or next(batches(1))])))
 
 
 class _Picks(nn.Module):
-    """Calls a module with parts of the batch, alone and within lists and dicts."""
+    """A model that calls a module with parts of the batch, alone and in lists and dicts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where the graph is cut: gradients of embeddings are on their way before the backward is over."""
+"""The cut of the graph: gradients of embeddings are sent before the backward has ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, shar
 
 
 def _issued(job: Job) -> dict[str, int]:
-    """Task to how many exchanges it issues for the third batch of a serial run."""
+    """Return how many exchanges each task issues for the third batch of a serial run."""
     found: dict[str, int] = {}
     model = sharded(job)
     tasks = SparseDistTasks(model, TrainStep([dense_optimizer(job, model)]), device=CPU)
@@ -63,7 +63,7 @@ def test_gradients_go_on_from_their_leaves_once() -> None:
 
 
 class All2All_Pooled_Req(torch.autograd.Function):  # noqa: N801 - TorchRec's name, which counts
-    """What stands in a graph where an exchange was begun."""
+    """The node of a graph at which an exchange was begun, by TorchRec's name."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Each of the eleven tasks can be left out; training goes on unchanged after that."""
+"""Each of the eleven tasks can be shortcut; training continues unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEASURED = {False: TASKS, True: (TASKS[1], TASKS[5])}
 
 
 def _left_out(name: str, job: Job, memory: MemoryOptions) -> list[Tensor]:
-    """Outputs of one batch again and again, while each task is left out in turn."""
+    """Return outputs of one batch, while each task is shortcut in turn."""
     (batch,) = batches(1)
     with create(name, job=job, memory=memory) as pipeline:
         outputs = to_the_end(pipeline, iter([batch]))
@@ -51,7 +51,7 @@ def test_each_task_can_be_left_out_alone(
 
 
 def _without(task: str) -> bool:
-    """Whether tables stay as they are while a task is left out."""
+    """Return whether tables stay as they are while a task is shortcut."""
     model = sharded(Job())
     (batch,) = batches(1)
     with create(SPLIT, model) as pipeline:
@@ -70,7 +70,7 @@ def test_leaving_out_the_embedding_backward_leaves_the_tables_alone(two_ranks: R
 
 
 def _profiled() -> tuple[list[ProfileResult], list[str]]:
-    """Profiles, serially and pipelined; and in what a training after them differs."""
+    """Return profiles, serial and pipelined, and the differences of a later training."""
     outcomes, results, changed = [], list[ProfileResult](), list[str]()
     for profiled in (False, True):
         model = sharded(ADAGRAD)

@@ -1,4 +1,4 @@
-"""Batch shufflers on two ranks: as many rows as before, none lost, work spread evenly."""
+"""Batch shufflers on two ranks: equal numbers of rows, none lost, and even work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROWS = 24
 
 @dataclass
 class Clicks:
-    """A batch as TorchRec users have them; every row is told from all others by ``ids``."""
+    """A batch of a TorchRec user, in which ``ids`` identify every row."""
 
     ids: Tensor  # [B]
     dense: Tensor  # [B, 3]
@@ -48,7 +48,7 @@ class Clicks:
 
 
 def clicks(rank: int, rows: int = ROWS, seed: int = 0) -> Clicks:
-    """Rows whose every value tells the row and the rank that it came from."""
+    """Return rows whose values show the row and its original rank."""
     draws = random.Random(100 * seed + rank)
     heavy = 8 if rank == 0 else 1  # rank 0 reads the long sequences
     ids = [1000 * rank + row for row in range(rows)]
@@ -81,7 +81,7 @@ def clicks(rank: int, rows: int = ROWS, seed: int = 0) -> Clicks:
 
 
 def rows_of(batch: Clicks) -> dict[int, Any]:
-    """What belongs to each row, by its id, as plain data."""
+    """Return the contents of each row as plain data, by its id."""
     a, b = (batch.sparse[key].to_dense() for key in "ab")
     w = batch.weighted["w"]
     return {
@@ -100,7 +100,7 @@ def rows_of(batch: Clicks) -> dict[int, Any]:
 
 
 def _shuffle() -> list[Any]:
-    """Rows and work before and after; all deals start before the first is finished."""
+    """Return rows and work before and after; both shuffles start before one is finished."""
     rank = dist.get_rank()
     shuffler = KarmarkarKarpShuffler(Clicks.work)
     dealt = [clicks(rank, seed=seed) for seed in range(2)]
@@ -133,7 +133,7 @@ def test_two_ranks_share_the_work(two_ranks: Ranks) -> None:
 
 
 def _told() -> list[tuple[str, str]]:
-    """What a shuffler says of batches, and a part of what it is to say."""
+    """Return a shuffler's errors for batches, and the words that they must have."""
     rank = dist.get_rank()
     mixed, strided, four = (clicks(rank, rows=4) for _ in range(3))
     mixed.nested["temperature"] = torch.tensor([0.5])
@@ -168,7 +168,7 @@ def _ones(batch: Clicks) -> Tensor:
 
 
 def _gathers() -> list[tuple[str, float]]:
-    """Begins and ends of the gathers of two batches, of which the first one is held up."""
+    """Return the times of the gathers of two batches, the first of which is delayed."""
     seen: list[tuple[str, float]] = []
     second_has_come, first_may_end = threading.Event(), threading.Event()
     wait_for = shuffle.wait_for
@@ -254,7 +254,7 @@ def test_a_route_says_who_gets_what() -> None:
 
 
 def heaviest(workloads: Sequence[float], shares: Sequence[Sequence[int]]) -> float:
-    """The largest workload of a rank."""
+    """Return the largest workload of a rank."""
     return max(sum(workloads[row] for row in share) for share in shares)
 
 

@@ -1,4 +1,4 @@
-"""Which TorchRec is taken, and what is said of another."""
+"""The choice of the installed TorchRec, and messages about other versions."""
 
 from __future__ import annotations
 

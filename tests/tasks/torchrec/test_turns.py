@@ -1,4 +1,4 @@
-"""Several pipelines on one model, in turns: the one that is called has it."""
+"""Several pipelines on one model: the called one owns the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVALUATE = ("EvalPipelineFusedSparseDist",)
 
 
 def _turns(count: int) -> Iterator[int]:
-    """Pipelines by number, in an order in which each comes directly after each other one."""
+    """Return pipelines by number, in an order in which each follows each other one."""
     for one in range(count):
         for other in range(one + 1, count):
             yield from (one, other)
@@ -33,7 +33,7 @@ def _turns(count: int) -> Iterator[int]:
 
 
 def _in_turns(train: Sequence[Any], evaluate: Sequence[Any]) -> Outcome:
-    """All on one model, a step or two each time; their passes go on where they were left."""
+    """Train several pipelines on one model alternately; their passes continue."""
     model = sharded(Job())
     optimizer = combined(model)  # so that no plan looks up before the step
     pipelines = [kind(model, optimizer, CPU) for kind in (*train, *evaluate)]
@@ -60,7 +60,7 @@ def test_pipelines_on_one_model_take_turns(two_ranks: Ranks) -> None:
 
 
 def _looked_up(name: str, options: dict[str, Any]) -> list[str]:
-    """What another pipeline is told while rows of this one's next batch have been read."""
+    """Return the error of a pipeline while another one has read rows of its next batch."""
     one = made(getattr(ours, name), **options)
     new, other = (ours.TrainPipelineSparseDist(one._model, one._optimizer, CPU) for _ in range(2))
     data, others = batches(9), list(batches(9, seed=1))
@@ -82,7 +82,7 @@ def _looked_up(name: str, options: dict[str, Any]) -> list[str]:
 
 
 def _on_a_thread() -> list[str]:
-    """What another pipeline is told, and who detaches the model, before and after a drain."""
+    """Return a pipeline's error and the thread that detaches the model, around a drain."""
     model = sharded(Job())
     plan = plans.sparse_dist()
     apart = {name: replace(plan.schedule[name], thread_group="io") for name in plans.STREAMS}

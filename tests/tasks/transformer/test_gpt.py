@@ -1,4 +1,4 @@
-"""The example's GPT, of which all tests of schedules are: its parts, its experts, its mask."""
+"""The GPT of the examples, which all tests of schedules use: parts, experts, mask."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARED = {"moe_shared_expert_size": 24}
 
 
 def tokens() -> tuple[Tensor, Tensor]:
-    """Ids and labels of two sequences of eight tokens."""
+    """Return ids and labels of two sequences of eight tokens."""
     drawn = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(1))
     return drawn[:, :-1], drawn[:, 1:]
 
@@ -90,7 +90,7 @@ def _hidden(rank: int) -> Tensor:
 
 
 def _one_by_one(layer: MoeTransformerLayer, hidden: Tensor) -> Tensor:
-    """Each token through each of its experts, alone."""
+    """Return the experts' results for each token alone."""
     moe = layer.mlp
     normed = layer.mlp_norm(hidden)
     weights, chosen = torch.softmax(moe.router(normed), dim=-1).topk(2, dim=-1)

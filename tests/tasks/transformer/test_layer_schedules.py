@@ -1,4 +1,4 @@
-"""Schedules of layers train the numbers of plain autograd, bit for bit, on one rank and on two."""
+"""Schedules of layers give the numbers of plain autograd, bit for bit, on one and two ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _group() -> dist.ProcessGroup | None:
 
 
 def _compared(name: str, delayed: bool) -> dict[str, list[str]]:
-    """Per way to run, what differs from plain autograd (or, shared, from the nodes run alone)."""
+    """Return the differences from plain autograd, or from separate nodes, of each way to run."""
     types, more = {**MODELS, **SHARING}[name]
     more = {**more, "group": _group(), "delay_wgrad_compute": delayed}
     plain, alone, paired, trained = (model(*types, **more) for _ in range(4))
@@ -137,7 +137,7 @@ DEPTHS = [(1, 2), (3, 1), (0, 2), (2, 0)]
 
 
 def _of_depths(depths: tuple[int, int]) -> list[list[str]]:
-    """What differs from plain autograd, for the chunk run forward first and for the other."""
+    """Return the differences from plain autograd of chunks with different depths."""
     of = config(*("moe", "dense", "moe")[: max(sum(depths), 1)], **MOE)
     total = of.num_layers
 
@@ -232,7 +232,7 @@ def test_packed_sequences_attend_within_themselves() -> None:
 
 
 class SequenceFirst(MoeTransformerLayer):
-    """Whose hidden states are (sequence, batch, hidden), as Megatron's."""
+    """A model whose hidden states are (sequence, batch, hidden), as Megatron's."""
 
     def attend(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         out: Tensor = super().attend(hidden.transpose(0, 1), mask)
@@ -307,12 +307,12 @@ def test_layers_are_taken_out_from_the_last_one() -> None:
 
 
 class Recomputed(TransformerLayer):
-    """Whose attention is computed again in backward."""
+    """A layer whose attention is recomputed in the backward."""
 
     reentrant = False
 
     def attend(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Of (batch, sequence, hidden)."""
+        """Run attention on (batch, sequence, hidden)."""
         attend = super().attend
         out: Tensor = checkpoint(lambda x: attend(x, mask), hidden, use_reentrant=self.reentrant)
         return out
@@ -353,7 +353,7 @@ def test_without_gradients_a_forward_holds_nothing() -> None:
 
 
 def _plan(**more: Any) -> TransformerModelChunkSchedulePlan:
-    """Of one layer."""
+    """Return the plan of one layer."""
     return plan_of(model("dense"), 0, **more)
 
 
@@ -432,7 +432,7 @@ def test_wrong_input_is_refused_in_words() -> None:
 
 
 def _other_layers() -> list[str]:
-    """What is refused; and what differs where each rank has a group of its own."""
+    """Return the errors, and the differences if each rank has a group of its own."""
     types = ("moe", "dense") if dist.get_rank() else ("moe", "moe")
     # What one rank has run before tells it nothing about the others.
     run(plan_of(model(*types), 0), None)

@@ -1,4 +1,4 @@
-"""Nodes: detached inputs, gradients in and out, and nothing held afterwards."""
+"""Nodes: detached inputs, gradients in and out, and no memory held afterwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ run = TransformerModelChunkSchedulePlan.run
 
 
 def doubling() -> ScheduleNode:
-    """A node that doubles."""
+    """Return a node that doubles."""
     return ScheduleNode(lambda x: x * 2, None, None, name="double")
 
 
@@ -81,7 +81,7 @@ def test_a_node_is_run_forward_and_then_backward() -> None:
 
 
 class Device:
-    """A device, and a stream or an event of it, that writes down what is asked of it."""
+    """A device that is its own stream and event, and records the calls."""
 
     device = torch.device("cpu")
     has_streams = True

@@ -21,7 +21,7 @@ CPU_SIDE, GPU_SIDE, NO_SIDE = (
 
 
 def pipeline(**options: Any) -> HSTUPipeline[Any, Any]:
-    """Make a pipeline for a model without sharded modules."""
+    """Return a pipeline for a model without sharded modules."""
     model, optimizer = made("plain")
     return HSTUPipeline(model, optimizer, CPU, prefetch=True, **options)
 

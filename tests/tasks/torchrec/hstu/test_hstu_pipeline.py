@@ -1,4 +1,4 @@
-"""HSTU's pipeline and its factory; its numbers are those of a synchronous loop, bit for bit."""
+"""HSTU's pipeline and its factory have the numbers of a synchronous loop, bit for bit."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ CASES = (
 
 
 def _differences(cases: tuple[Case, ...], steps: int) -> dict[Case, list[str]]:
-    """For each case that differs from the synchronous loop, where it does."""
+    """Return the differences of each case from the synchronous loop, if any."""
     wanted: dict[Any, Any] = {}
     found = {}
     for case in cases:
@@ -116,7 +116,7 @@ def test_each_preset_trains_the_loops_numbers(two_ranks: Ranks) -> None:
 
 
 def _one_rank_exchanges_late() -> list[str]:
-    """A thread for each task; on rank 0 the exchange of ids begins long after all else."""
+    """Return the differences with a thread per task, and a late exchange of ids on rank 0."""
     rank = dist.get_rank()
     outcome = by_pipeline(
         Case("per_task"), 6, lambda name: 0.1 * (name == "start_input_dist" and rank == 0)

@@ -1,4 +1,4 @@
-"""When HSTU's tasks run, on which threads, and that a prefetch comes after the forward."""
+"""The periods and threads of HSTU's tasks; a prefetch comes after the forward."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_wrong_maps_and_depths_are_refused() -> None:
 
 
 def _unproved(tasks: tuple[PipelineTask, ...], plan: PipelinePlan) -> list[str]:
-    """The kinds of devices on which a plan is not right by the tasks' declarations alone."""
+    """Return the kinds of devices on which a plan is not proved by declarations alone."""
     return [
         f"with streams={streams}"
         for streams in (False, True)

@@ -1,4 +1,4 @@
-"""HSTU in small: a model, batches, the synchronous loop, and pipelines whose tasks are late."""
+"""HSTU in small: a model, batches, the synchronous loop, and pipelines with late tasks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GATED = {
 
 
 class Case(NamedTuple):
-    """One way to train.
+    """A way to train.
 
     Attributes:
         preset: The thread map's name.
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 
 def batches(count: int, seed: int = 0) -> Iterator[Any]:
-    """This rank's batches; some histories are empty, and on one rank a whole batch."""
+    """Yield this rank's batches; some histories are empty, and on one rank a whole batch."""
     draws = random.Random(1000 * seed + _rank())
     for step in range(count):
         histories = [_history(draws) for _ in range(BATCH)]
@@ -88,7 +88,7 @@ def _rank() -> int:
 
 
 def made(wrapper: str = "ddp") -> tuple[nn.Module, Any]:
-    """A model, the same on all ranks at first, and the optimizer of its dense parameters."""
+    """Return a model with the same weights on all ranks, and its dense optimizer."""
     plain = hstu_model.HSTURanking(SMALL, seed=3)
     if wrapper == "plain":
         alone = not dist.is_initialized()
@@ -144,7 +144,7 @@ def shard_tables(
 
 
 def by_hand(steps: int, balanced: bool = False, wrapper: str = "ddp") -> Outcome:
-    """The synchronous loop: nothing overlaps, and the model's own forward runs."""
+    """Train in the synchronous loop: nothing overlaps, and the model's own forward runs."""
     model, optimizer = made(wrapper)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     shuffler = (
@@ -171,9 +171,9 @@ def by_hand(steps: int, balanced: bool = False, wrapper: str = "ddp") -> Outcome
 
 
 def by_pipeline(case: Case, steps: int, late: Late | None = None) -> Outcome:
-    """What the pipeline makes of it, each task up to 1 ms late, other than on other ranks.
+    """Train by the pipeline, with tasks that are up to 1 ms late, differently on each rank.
 
-    ``late`` is for other delays.
+    ``late`` gives other delays.
     """
     draws = random.Random(_rank())
     model, optimizer = made(case.wrapper)
@@ -193,5 +193,5 @@ def by_pipeline(case: Case, steps: int, late: Late | None = None) -> Outcome:
 
 
 def flat(found: list[Any]) -> list[Tensor]:
-    """Loss, tokens, logits and labels of each step."""
+    """Return the loss, tokens, logits and labels of each step."""
     return [part for loss, tokens, output in found for part in (loss, tokens, *output)]

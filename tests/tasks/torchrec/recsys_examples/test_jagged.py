@@ -1,4 +1,4 @@
-"""The pipelines of recsys-examples: results, numbers and arguments are those of its own."""
+"""The pipelines of recsys-examples have the results, numbers and arguments of their originals."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def test_every_pipeline_trains_and_reports_as_recsys_examples_does(two_ranks: Ra
 
 
 def _slices(source: Iterator[Any], count: int) -> Iterator[Iterator[Any]]:
-    """A loader's iterator in parts, as its trainer cuts it for evaluations in between."""
+    """Yield parts of a loader's iterator, between which a trainer evaluates."""
     for first in source:
         yield chain((first,), islice(source, count - 1))
 
 
 def _trained_and_evaluated(name: str, returns: str) -> list[Tensor]:
-    """As its trainer: a part of the data, an evaluation, the next part."""
+    """Train on a part of the data, evaluate, and train on the next part."""
     found: list[Tensor] = []
     with closing(created(name, returns=returns)) as pipeline:
         for part in _slices(sequences(5), 3):
@@ -132,7 +132,7 @@ def test_training_with_evaluations_in_between(two_ranks: Ranks, returns: str) ->
 
 
 def _own_evaluation(name: str) -> int:
-    """Batches that a trainer evaluates by itself, as that of semantic ids does."""
+    """Return how many batches a trainer evaluates itself, as that of semantic ids does."""
     data = sequences(3)
     count = 0
     with closing(created(name, batch_shuffler=_Rotate())) as pipeline:
@@ -152,7 +152,7 @@ def test_a_trainer_may_take_batches_by_itself(two_ranks: Ranks, name: str) -> No
 
 
 def _left() -> list[int]:
-    """How many of four batches are left, by name."""
+    """Return how many of four batches are left, by name."""
     found = []
     for name in ("jagged_sparse_dist", "jagged_prefetch_sparse_dist", "jagged_sw_serial"):
         with closing(created(name, execute_all_batches=False)) as pipeline:
@@ -166,7 +166,7 @@ def test_execute_all_batches_false_leaves_as_many_as_there(two_ranks: Ranks) -> 
 
 
 class _Rotate:
-    """A shuffler with the method of recsys-examples': each rank gets the rows of the next."""
+    """A shuffler with recsys-examples' method, which gives each rank the next one's rows."""
 
     def shuffle(self, batch: Any, pg_group: Any = None) -> Any:
         assert pg_group is dist.group.WORLD
@@ -176,7 +176,7 @@ class _Rotate:
 
 
 def _rotated() -> dict[str, list[str]]:
-    """Where pipelines with the shuffler differ from one that gets the shuffled batches."""
+    """Return the differences between pipelines with the shuffler, and one with shuffled batches."""
     found = {}
     shuffled = [_Rotate().shuffle(batch, dist.group.WORLD) for batch in sequences(5)]
     plain = ran("jagged_none", iter(shuffled))
@@ -193,7 +193,7 @@ def test_a_shuffler_of_recsys_examples_deals_the_rows(two_ranks: Ranks) -> None:
 
 
 def _not_a_number(returns: str, asked: bool = False, there: str = "0") -> str:
-    """What a loss that is NaN on rank 1 leads to."""
+    """Return the error for a loss that is NaN on rank 1."""
     data = list(sequences(3))
     if dist.get_rank() == 1:
         data[1].dense[:, 1:].fill_(float("nan"))
@@ -213,7 +213,7 @@ def test_a_loss_that_is_nan_is_an_error_on_all_ranks(two_ranks: Ranks) -> None:
 
 
 def _refused() -> list[tuple[str, ...]]:
-    """What is said, and what it has to have in it."""
+    """Return error messages, and the words that they must have."""
 
     def said(**options: Any) -> str:
         return refusal(lambda: created("jagged_sparse_dist", **options))
@@ -239,7 +239,7 @@ def test_what_is_wrong_is_refused_by_name(one_rank: Ranks) -> None:
 
 
 class _Mean(SequenceModel):
-    """Averages its losses, as the models of other libraries do."""
+    """A model that averages its losses, as those of other libraries do."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Any]:
         losses, output = super().forward(batch)
@@ -255,7 +255,7 @@ def _averaged(returns: str) -> str:
 
 
 class _Counted(Sequences):
-    """Has counted its tokens before."""
+    """A batch whose tokens were counted before."""
 
     tokens: Tensor
 
@@ -267,7 +267,7 @@ class _Counted(Sequences):
 
 
 def _counts() -> list[bool]:
-    """Whether a batch keeps the number that it has counted."""
+    """Return whether a batch keeps the number that it has counted."""
     (batch,) = sequences(1)
     counted = _Counted(**vars(batch))
     counted.tokens = batch.num_loss_tokens()
@@ -282,7 +282,7 @@ def test_a_batch_may_be_trained_on_twice(two_ranks: Ranks) -> None:
 
 
 def _state(tensor_parallel: int) -> Any:
-    """Megatron's module of groups, of which each rank is alone in its data-parallel one."""
+    """Return Megatron's module of groups, with one rank per data-parallel group."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return SimpleNamespace(
         model_parallel_is_initialized=lambda: True,
@@ -292,7 +292,7 @@ def _state(tensor_parallel: int) -> Any:
 
 
 def _own_report() -> list[bool]:
-    """Whether the report is that of the rank alone, step by step."""
+    """Return for each step whether the report is that of the rank alone."""
     with mock.patch.dict(sys.modules, {"megatron.core.parallel_state": _state(1)}):
         pipeline = created("jagged_sparse_dist", returns="reporting_loss")
     with closing(pipeline):
@@ -338,7 +338,7 @@ def test_arguments_by_position_are_those_of_recsys_examples(pipeline: Any) -> No
 
 
 def _as_the_serial_one() -> bool:
-    """``SWSerialTrainPipeline(model, optimizer, device, shuffler)``, with its two results."""
+    """Return whether ``SWSerialTrainPipeline`` with a shuffler gives both of its results."""
     model, optimizer = made()
     pipeline = ours.SWSerialTrainPipeline(model, optimizer, CPU, _Rotate())
     with closing(pipeline):
@@ -360,7 +360,7 @@ OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 
 
 class _Mine:
-    """A pipeline of the user's, which keeps its arguments."""
+    """A pipeline of a user's own that keeps its arguments."""
 
     def __init__(self, **given: Any) -> None:
         self.given = given
@@ -368,7 +368,7 @@ class _Mine:
 
 @pytest.fixture
 def registry() -> Iterator[type[TrainPipelineFactory]]:
-    """The factory; what a test registers is removed after it."""
+    """The factory, from which a test's registrations are removed afterwards."""
     before = TrainPipelineFactory.list_available()
     yield TrainPipelineFactory
     TrainPipelineFactory.clear_registry()
