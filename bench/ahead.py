@@ -24,7 +24,7 @@ WORK_S = 0.005
 WARM_UP = 25  # the first 16 pulls are watched
 
 MOST = 1.02
-"""Ours over the best other with a thread. Two ways that are alike differ by so much."""
+"""The most that our time may be over the best other's with a thread. Equal ways differ by this."""
 
 
 def by_swpipe(loader: Iterable[Any]) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from bench.measure import Row, Spread
 TOKENS_S, MODEL_S, LABELS_S = 0.015, 0.020, 0.018
 BATCHES = 40
 MOST = 1.05
-"""Ours over the bound."""
+"""The most that our time may be over the bound."""
 
 
 def waits(seconds: float, function: Callable[[Any], Any]) -> Callable[[Any], Any]:

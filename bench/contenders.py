@@ -63,7 +63,7 @@ class Staged:
             ],
             compute_stream=here,
         )
-        # Its forward would record what it uses on a stream; None is how TorchRec says that there is
+        # Its forward would record its inputs on a stream; with None TorchRec means that there is
         # none, but the constructor asks it for its device.
         sparse.data_dist_stream = None
 

@@ -25,7 +25,7 @@ MODELS: Mapping[str, Callable[[Size], nn.Module]] = {
     "DLRM": sharded_dlrm,
     "towers": sharded_towers,
 }
-"""Tables in one collection, and in one for each tower."""
+"""Models with all tables in one collection, and with one collection for each tower."""
 
 WARM_UP = 4
 """Untimed steps at the beginning of each turn."""

@@ -40,17 +40,17 @@ from tests import backend
 from tests.support.device_work import device, spin
 
 Loop: TypeAlias = Callable[[Shape, Tensor], Generator[Any]]
-"""Trains a step each time it is asked for the next; the tensor adds up the batches."""
+"""A generator that trains one step for each ``next``; the tensor adds up the batches."""
 
 WATCHED = 20
-"""Steps of a loop before its first turn: the first 16 are watched."""
+"""Steps of a loop before its first turn; its first 16 are watched."""
 
 LONG, SHORT = (12, 8), (2, 3)
 """Steps in each of its turns, before the clock starts and on it. Where batches are prepared ahead,
 the first use up what was prepared between the turns; where not, turns are shorter and more."""
 
 
-# ----------------------------------------------------------------------------- loops by hand
+# ------------------------------------------------------------------------- hand-written loops
 
 
 def plain(shape: Shape, total: Tensor) -> Generator[None]:

@@ -20,13 +20,14 @@ from tests import backend
 from tests.support.device_work import SIMULATED, device, spin
 
 _SCALE = 2.0 if SIMULATED else 1.0
-"""Its threads share two cores, and their times are less exact."""
+"""The factor of all times; the simulated device's are less exact, as its threads share two cores.
+"""
 
 _MIB = 2**18
-"""Elements of four bytes."""
+"""Elements of four bytes in a MiB."""
 
 LINK_US_PER_MIB = 20_000
-"""Of the simulated device, for the shapes that are bound by their copies."""
+"""The speed of the simulated device's link, for the shapes that are bound by their copies."""
 
 
 def host(ms: float) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from swpipe.tasks.torchrec import _torchrec  # noqa: F401 - quiets what follows
+from swpipe.tasks.torchrec import _torchrec  # noqa: F401 - quiets the imports below
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -71,13 +71,13 @@ class Batch(TorchRecBatch):  # type: ignore[misc]
 
 
 def batches(size: Size, count: int, seed: int = 0) -> list[Batch]:
-    """Yield this rank's part of ``count`` batches."""
+    """Return this rank's part of ``count`` batches."""
     draws = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     return [_batch(size, draws) for _ in range(count)]
 
 
 def endless(size: Size, count: int = 8) -> Iterator[Batch]:
-    """Yield the same ``count`` batches repeatedly."""
+    """Return an iterator that repeats the same ``count`` batches."""
     return itertools.cycle(batches(size, count))
 
 

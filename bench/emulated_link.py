@@ -65,7 +65,7 @@ class Exchange(NamedTuple):
 
     @property
     def waited_ns(self) -> int:
-        """Return how long the caller waited, in ns."""
+        """The time that the caller waited, in ns."""
         return self.done_ns - self.wait_ns
 
 
@@ -125,7 +125,7 @@ class EmulatedLink:
             work, future = asked
             try:
                 future.set_result(work.result_when_due())
-            except Exception as error:  # noqa: BLE001 - for whoever waits for the future
+            except Exception as error:  # noqa: BLE001 - the future raises it
                 future.set_exception(error)
 
     def _slow(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,10 +17,10 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe.trace import StepTimes
 
 MADE_MS = 50.0
-"""A pipeline of 1,000 tasks."""
+"""The most time that making a pipeline of 1,000 tasks may take."""
 
 TIMED_TASKS, TIMED_US = 10, 20
-"""What step times may add to a step of so many tasks."""
+"""The number of tasks of a step, and the time that step times may add to it."""
 
 STEP_US, OPERATORS, WARM_UP = 1000, 20, 50  # the first 16 iterations are all watched
 

@@ -16,7 +16,7 @@ from bench.measure import Row, tolerated
 from swpipe import IterContext, PipelineTask, overlap
 
 TABLE_ROWS = 3_800_000
-"""Of 64 numbers each: 0.9 GiB."""
+"""Rows of 64 numbers each: 0.9 GiB."""
 
 MOST_MS, MOST_MIB = 100, 50
 

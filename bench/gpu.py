@@ -26,7 +26,7 @@ BAR = 1.02
 DEPTH = 4
 DEVICE = torch.device("cuda")
 SIDE = 4096
-"""Rows of a square matrix; in bfloat16 it takes 32 MiB."""
+"""The rows of a square matrix; in bfloat16 it takes 32 MiB."""
 
 MIB = 2**20
 

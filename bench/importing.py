@@ -12,7 +12,7 @@ from bench.measure import Row, Spread, tolerated
 MOST_MS = 40.0
 
 FIRST_MOST_MS = 50
-"""The plain loop has its first batch in less than one; from here on it is taken to be 0."""
+"""The limit for a first batch. The plain loop has it in less than 1 ms, which counts as 0."""
 
 _TIMED = """
 import time

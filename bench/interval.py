@@ -30,10 +30,10 @@ from swpipe.profiler import measure_costs
 
 BAR = 1.03
 BLOCKING_BAR, REAL_BAR = 1.05, 1.15
-"""Of predictions."""
+"""The bars of predictions."""
 
 YIELDING_S = 0.4e-3
-"""Poll for this long at the end: a sleep ends 50 to 150 us late on a virtual machine."""
+"""The time to poll at the end: a sleep ends 50 to 150 us late on a virtual machine."""
 
 
 def block(seconds: float) -> None:

@@ -23,10 +23,10 @@ from bench.measure import Row, Spread, compared, interleaved, sharpen_timers
 
 MICROBATCHES, LATENCY_MS = 8, 5.0
 BARS = {("moe",) * 4: 0.75, ("dense", "moe") * 2: 0.85}
-"""By the types of layers."""
+"""The bars by the types of layers."""
 
 EXCHANGES = {"f": 3, "b": 2}
-"""Of a layer: counts, dispatch and combine of tokens; combine and dispatch of gradients."""
+"""The exchanges of a layer: counts, dispatch, combine of tokens; combine, dispatch of gradients."""
 
 
 @dataclass

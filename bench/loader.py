@@ -52,7 +52,7 @@ class Loop(Dataset[Tensor]):
         return x
 
     def features(self) -> Iterator[Tensor]:
-        """Yield the features, computed in this process."""
+        """Return an iterator over the features, computed in this process."""
         return (self[index] for index in range(len(self)))
 
     def train(self, ctx: IterContext) -> None:
@@ -110,7 +110,7 @@ OTHERS: dict[str, tuple[Run, float | None]] = {
         1 / 0.9,
     ),
 }
-"""With the bars of ``overlap`` beside them."""
+"""Other ways to load, with the bars of ``overlap`` compared with them."""
 
 
 def ms_per_batch(run: Run, paths: Sequence[Path], batches: int) -> float:

@@ -34,16 +34,16 @@ from tests.support.stream_device import StreamDevice
 READ_MS, EXCHANGE_MS, TRAIN_MS = 14.0, 3.0, 20.0
 JITTER = 0.05
 SLOW = (0.1, 4.0)
-"""A share of the reads, and how many times as long they take."""
+"""The share of slow reads, and how many times as long they take."""
 
 SLACK, RUN_AHEAD = (0, 1, 2, 4), (0, 2, 4)
 WARM_UP, STEPS = 20, 150
 
 LIMIT = 0.1
-"""How far a prediction may be off."""
+"""The limit for the error of a prediction."""
 
 APART = 0.1
-"""Two plans whose predicted steps differ by more must be measured in this order."""
+"""Two plans whose predicted steps differ by more than this must be measured in this order."""
 
 
 class ThreadStream:

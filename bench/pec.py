@@ -21,7 +21,8 @@ ROWS, DIM, BATCH, IDS = 60_000, 32, 128, 4
 BAR, TRIALS_BAR = 0.90, 1.03
 
 FILL = 6
-"""Steps before each turn's clock starts: a pipeline fills, and exchanges of the turn before end."""
+"""Steps before each turn's clock starts: a pipeline fills, and the previous turn's exchanges end.
+"""
 
 
 class Link(NamedTuple):

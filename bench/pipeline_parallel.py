@@ -30,7 +30,7 @@ from swpipe.plans.pipeline_parallel import (
 
 RANKS, MICROBATCHES = 4, 8
 COSTS_MS = (20.0, 30.0, 15.0)
-"""F, I and W of one of two stages per rank."""
+"""The costs F, I and W of a stage; each rank has two."""
 
 FEATURES = 8
 LEAST_MS = 1e-3

@@ -32,7 +32,7 @@ from swpipe.trace import Span
 
 MICROBATCHES = 8
 LIMIT = 0.03
-"""How far the prediction may be off."""
+"""The limit for the error of the prediction."""
 
 
 def schedules(n_ranks: int) -> dict[str, PipelineSchedule]:

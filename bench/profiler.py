@@ -17,10 +17,10 @@ from swpipe.profiler import measure_costs
 
 PYTHON_MS = 4.0
 PYTHON_BAR = 1.25
-"""Its CPU time and the measured need for the lock, the greater over the smaller."""
+"""The bar for the ratio of its CPU time to the measured need for the lock, greater over smaller."""
 
 KERNEL_BAR = 0.7
-"""A kernel's measured need for the lock, over its host time."""
+"""The bar for the ratio of a kernel's measured need for the lock to its host time."""
 
 LEAST = 1e-3
 """The least time for a ratio, in ms; a busy machine can measure 0."""

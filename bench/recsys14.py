@@ -32,7 +32,7 @@ from swpipe.plans.torchrec.hstu_schedule import TASKS
 __all__ = ["costs", "limits", "plan", "with_read"]
 
 FROZEN = ("forward", "backward", "finalize_model_grads", "optimizer_step")
-"""Tasks that train."""
+"""The tasks that train."""
 
 _NCCL = ("nccl",)
 _PCIE = ("pcie",)

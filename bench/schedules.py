@@ -12,7 +12,7 @@ from swpipe.schedulable import SchedulablePipeline, Schedule, Stage, StreamPool,
 
 TASKS = 12
 MOST_MORE_US = 2.0
-"""What a task of a schedule may cost more."""
+"""The most time that a task of a schedule may add."""
 
 
 class ByContext:
@@ -38,7 +38,7 @@ def by_attributes(ctx: IterContext) -> None:
 
 
 def schedule(fn: Callable[[Any], None]) -> Schedule:
-    """The chain of ``bench.dispatch`` in three stages, as a schedule."""
+    """Return the chain of ``bench.dispatch`` in three stages, as a schedule."""
     names = [f"t{i:04}" for i in range(TASKS)]
     tasks = [
         Task.from_fn(name, fn, lookahead=2 - i * 3 // TASKS, depends_on=names[max(0, i - 1) : i])

@@ -49,7 +49,7 @@ from swpipe.plans.pipeline_parallel import (
 RANKS, STAGES_OF_A_RANK, UNSHARDED = 2, 6, 3
 N_STAGES = RANKS * STAGES_OF_A_RANK
 COSTS_MS = (4.0, 5.0, 4.0)
-"""F, I and W of a stage."""
+"""The costs F, I and W of a stage."""
 
 LATENCY_MS = 5.0
 
@@ -57,7 +57,7 @@ STRETCH = 4.0
 """The factor of all times."""
 
 BARS = {2: 0.95, 4: None, 8: None}
-"""By number of microbatches: each stage is reduced once, however many there are."""
+"""The bars by number of microbatches: each stage is reduced once for any number of them."""
 
 WIDTH = 512
 """Features of the stages that compute."""

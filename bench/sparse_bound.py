@@ -52,7 +52,7 @@ NEEDS = (
     (LAST_TABLES, GRADIENTS), (LAST_TABLES, FIRST_TABLES), (REDUCED, BOTTOM_BACK),
     (FINALIZE, REDUCED), (STEP, FINALIZE),
 )  # fmt: skip
-"""(consumer, producer) within an iteration."""
+"""Pairs (consumer, producer) within an iteration."""
 
 
 def step_on_paper(staleness: int = 0) -> PipelinePlan:

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from bench.dlrm import Size
 
 LATENCIES = (0.0, 2.0, 5.0, 20.0)
-"""Milliseconds."""
+"""Latencies of the link in ms."""
 
 THEIRS_BAR, BOUND_BAR, STALE_BOUND_BAR, STALE_BAR = 1.0, 1.1, 1.2, 0.8
 STALE_FROM = 20.0
-"""The stale plan has a bar beside the best exact one from this latency on."""
+"""The latency from which the stale plan has a bar compared with the best exact plan."""
 
 
 def rows(rounds: int = 9, steps: int = 10, size: Size | None = None) -> list[Row]:
@@ -49,7 +49,7 @@ def rows(rounds: int = 9, steps: int = 10, size: Size | None = None) -> list[Row
 
 
 def figures(model: str, found: Contest) -> Iterator[Row]:
-    """Return a row per contender: ms per step on each link."""
+    """Yield a row per contender: ms per step on each link."""
     issued = ", ".join(f"{count:g} {name}" for name, count in found.per_step.items())
     yield Row(f"{model} on two ranks: collectives per step on the link", issued)
     links = ", ".join(f"{latency:g}" for latency in found.ms)

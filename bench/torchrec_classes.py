@@ -31,10 +31,10 @@ CLASSES: Mapping[str, Mapping[str, Any]] = {
     "TrainPipelineSemiSync": {"start_batch": 0},
     "PrefetchTrainPipelineSparseDist": {},
 }
-"""The arguments of each besides model, optimizer and device."""
+"""The arguments of each class in addition to model, optimizer and device."""
 
 TINY_BARS: Mapping[int, float] = {1: 1.0, 2: 1.05}
-"""By the number of ranks."""
+"""The bars by the number of ranks."""
 
 BENCH_BAR = 1.0
 FRAMES_BAR = 120

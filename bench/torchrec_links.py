@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from bench.contest import Contest
 
 BARS: Mapping[float, float] = {0.0: 1.0, 5.0: 0.95, 20.0: 0.9}
-"""Latency in ms to the bar of the best exact plan."""
+"""The bars of the best exact plan by the link's latency in ms."""
 
 BATCHES = (16, 256)
 BASE, FORWARD = "TorchRec base", "pipeline_forward"

@@ -11,7 +11,7 @@ from bench.measure import Row, Spread, interleaved, ratios
 from swpipe.plans.pipeline_parallel import PipelineGraph, activation_memory, torch_schedule
 
 BAR_S = 1.0
-"""Process time for 32 ranks and 128 microbatches."""
+"""The bar for the process time with 32 ranks and 128 microbatches."""
 
 
 def process_s(run: Callable[[], object]) -> float:

@@ -47,16 +47,16 @@ TIES = (
     *("two kinds of batches", "two tasks that take turns"),
     *("a lock of the user's own", "code that holds the interpreter lock"),
 )
-"""Loops that wait for their input as long as they compute. On a real clock neither takes half of a
-step for certain, so "balanced" is right, too."""
+"""Loops that wait for their input as long as they compute. On a real clock neither certainly takes
+half of a step; therefore "balanced" is right, too."""
 
 SPARE_CORES, CORES = "a decode that has cores to spare", 4
-"""A loop whose truth holds on a machine with so many cores. A smaller one does not measure it."""
+"""The loop whose truth holds only on a machine with this many cores. Others skip it."""
 
 MISSES = 2
-"""Intervals that may miss the truth: of 24 at 95%, one or two do."""
+"""The number of intervals that may miss the truth: of 24 at 95%, one or two do."""
 
-_APART, _SAVED_APART = 0.01, 0.05  # of a step, of a promise: what waking up takes counts as well
+_APART, _SAVED_APART = 0.01, 0.05  # of a step, of a promise: the time to wake up counts as well
 _TRUTH_S, _WARM_UP = 1.5, 5
 _READY = 8
 
@@ -208,7 +208,7 @@ def in_process(name: str, rounds: int | None) -> Found:
     case = CASES[name]
     begin_s = time.monotonic()
     tasks, plan = tasks_of(CLOCK, case.tasks, case.locked), plan_of(case)
-    step_ms = case.step if rounds else _timed_ms(case, tasks, plan)  # beside others: as made
+    step_ms = case.step if rounds else _timed_ms(case, tasks, plan)  # other tests run, too: not measured
     found = report(tasks, range(case.batches), plan=plan, loader=loader_of(case), rounds=rounds)
     return judged(case, name, step_ms, found, time.monotonic() - begin_s)
 
@@ -216,7 +216,7 @@ def in_process(name: str, rounds: int | None) -> Found:
 def _timed_ms(case: Case, tasks: Sequence[Any], plan: PipelinePlan | None) -> float:
     """Return the time of a step without a report; of whole passes, if starting them counts."""
     passes = case.loader is not None and len(case.loader) > 2 and case.loader[0] != "calls"
-    # A plan's first and last iterations, and workers that end in turn, count less in a long run.
+    # A plan's first and last iterations, and workers that end one by one, count less in a long run.
     least = 12 if plan is None and case.loader is None else 100
     steps = max(least, round(_TRUTH_S / case.step * 1e3))
     steps = -(-steps // case.batches) * case.batches  # in whole passes each batch counts as often
@@ -285,7 +285,7 @@ while True:
         pass
     os.kill(int(sys.argv[1]), 0)
 """
-"""Ends when the process of that number has ended."""
+"""A script that ends when the process with the given number has ended."""
 
 
 @contextmanager

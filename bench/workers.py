@@ -30,10 +30,10 @@ from bench.measure import Row, Spread, compared, interleaved
 
 READ_S, BODY_S = 0.040, 0.010
 WAITING_MOST = 1.05
-"""Ours over the least."""
+"""The most that our time may be over the least."""
 
 DECODING_MOST = 1 / 0.95
-"""Ours, in time, over the best other."""
+"""The most that our time may be over the best other's."""
 
 WARM_UP = 20  # the first 16 iterations are watched
 SIDE = 512
@@ -43,7 +43,7 @@ Way = Callable[[list[bytes], Decode, int], Iterator[Any]]
 
 
 def inflate(data: bytes) -> Any:
-    """Decompress an image by zlib."""
+    """Decompress an image with zlib."""
     return torch.from_numpy(np.frombuffer(zlib.decompress(data), dtype=np.uint8).copy())
 
 

@@ -81,7 +81,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 GRACE_S = 20.0
-"""Seconds that a thread which is on its way out has to get there."""
+"""The time in seconds that a thread has to end."""
 
 
 def left_behind(before: set[threading.Thread]) -> list[threading.Thread]:

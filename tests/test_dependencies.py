@@ -19,16 +19,15 @@ PROJECT = ROOT / "pyproject.toml"
 needs_repository = pytest.mark.skipif(not PROJECT.exists(), reason="needs the repository")
 
 WORKLOADS = "tasks"
-"""The package of the workloads, whose modules may need libraries of their own."""
+"""The package of the workloads, whose modules may need additional libraries."""
 
 EXTRA_OF_WORKLOADS = "torchrec"
 EXTRAS = ("torchrec", "plot")
-"""What the user may install besides; functions that need one of these say so."""
+"""Libraries that the user may install in addition; functions that need one say so."""
 
 NOT_DECLARED = {"torchrec", "typing_extensions"}
-"""The first asks for the CUDA build of fbgemm: the user chooses, see docs/guide/install.md. Only
-type checkers read the second, and bring it.
-"""
+"""Libraries that are not declared. The first asks for the CUDA build of fbgemm, which the user
+chooses (docs/guide/install.md). Only type checkers read the second, and bring it."""
 
 
 class Declared(NamedTuple):

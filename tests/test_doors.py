@@ -17,10 +17,10 @@ OF_PYTHON = {
     *("_DummyThread", "_current_frames", "_exit", "_fields", "_getframe", "_is_gil_enabled"),
     *("_replace", "_thread"),
 }
-"""Names of Python's own that need no row on the page."""
+"""Python's own names, which need no row on the page."""
 
 NO_SYMBOLS = {"_Req", "_like", "_process", "_released", "_sequencer", "_shortcut_tasks"}
-"""Strings that begin with an underscore and name nothing of another package."""
+"""Strings that begin with an underscore and are no name of another package."""
 
 _ROW = re.compile(r"^\| `(swpipe/[\w/]+\.py)` \| (.+?) \| (.+?) \|$", re.MULTILINE)
 _CODE = re.compile(r"`([^`]+)`")
@@ -69,7 +69,7 @@ def torchs_modules(tree: ast.Module) -> dict[str, str]:
 
 
 def attributes_of_others(tree: ast.Module, package: set[str]) -> Iterator[str]:
-    """Return the private attributes that a module uses and does not define.
+    """Yield the private attributes that a module uses and does not define.
 
     Those of ``self`` may be another module's of swpipe, whose names are in ``package``. The name is
     dotted if the object is a module of torch.
@@ -85,7 +85,7 @@ def attributes_of_others(tree: ast.Module, package: set[str]) -> Iterator[str]:
 
 
 def private_imports(tree: ast.AST) -> Iterator[str]:
-    """Return the private names that a module imports, and what it imports from private modules.
+    """Yield the private names that a module imports, and its imports from private modules.
 
     Imports for type checkers are left out, since mypy reports these.
     """
@@ -107,7 +107,7 @@ def private_imports(tree: ast.AST) -> Iterator[str]:
 
 
 def private_strings(tree: ast.Module, package: set[str]) -> Iterator[str]:
-    """Return the strings that are private names, such as arguments of ``getattr``."""
+    """Yield the strings that are private names, such as arguments of ``getattr``."""
     formatted = [part for f in ast.walk(tree) if isinstance(f, ast.JoinedStr) for part in f.values]
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

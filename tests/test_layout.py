@@ -42,22 +42,22 @@ MAY_USE = {
     "tasks": ("plans",),
     "tuning": ("planning", "plans", "profiler"),
 }
-"""Room to the other rooms it may import."""
+"""The other rooms that a room may import."""
 
 EDGE = ("cli", "testing", "__init__")
 """Modules of the framework that may name the rooms."""
 
 SHARED_NAMES = {"pipeline_parallel", "torchrec", "transformer"}
-"""A workload's name, in ``plans`` and in ``tasks``; what each takes from TorchRec."""
+"""A workload's name, in ``plans`` and in ``tasks``; and what each takes from TorchRec."""
 
 SYSTEMS = ("plans", "schedulable", "tasks")
-"""Rooms that could each be in a repository of their own: they import public names only."""
+"""Rooms that could each be a separate repository: they import public names only."""
 
 WORKLOADS = ("dynamicemb", "fbgemm_gpu", "megatron", "pandas", "polars", "torchmetrics", "torchrec")
-"""What the framework never imports."""
+"""Rooms that the framework never imports."""
 
 LATE = ("jinja2", "matplotlib", "nvtx", "tabulate", "tomli_w", "tqdm")
-"""What is imported inside the functions that need it."""
+"""Packages that are imported inside the functions that need them."""
 
 
 class Import(NamedTuple):
@@ -80,7 +80,7 @@ def parsed(path: Path) -> ast.Module:
 
 @cache
 def imported(tree: ast.Module, package: str) -> tuple[Import, ...]:
-    """Yield every import of a module of this package."""
+    """Return every import of a module of this package."""
     return (*imports(tree, package),)
 
 
@@ -251,10 +251,11 @@ def test_no_public_name_hides_a_module() -> None:
 
 
 MOST_LOADED, MOST_LOADED_WATCHED = 92, 111
-"""Modules of swpipe that a run loads up to its first batch; and with pure tasks, to watch them."""
+"""The most modules of swpipe that a run loads up to its first batch, without and with pure tasks.
+"""
 
 BY_TORCH_ITSELF = {"torch.utils._device"}
-"""What ``torch.get_default_device`` loads."""
+"""Modules that ``torch.get_default_device`` loads."""
 
 
 def test_a_run_loads_few_modules_and_nothing_else_of_torch() -> None:

@@ -56,7 +56,7 @@ def test_a_device_is_a_class_that_is_passed() -> None:
 
 
 def feed_ahead(plan: PipelinePlan, ahead: Iterable[str]) -> PipelinePlan:
-    """A planner that runs these tasks one stage ahead of the others, on a separate thread."""
+    """Return a plan that runs these tasks one stage ahead of the others, on a separate thread."""
     ahead = set(ahead)
     schedule = {
         name: replace(entry, stage=0, thread_group="feed")

@@ -6,7 +6,7 @@ from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskProfi
 
 
 def blocks(name, ms, **said):
-    """A task that blocks its thread, as reading a file does."""
+    """Do the work of a task that blocks its thread, as reading a file does."""
     return PipelineTask(name, lambda ctx: time.sleep(ms / 1000), **said)
 
 

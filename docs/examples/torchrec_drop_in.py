@@ -11,7 +11,7 @@ from torch import nn
 from swpipe.tasks.torchrec import PipelineFactory
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what TorchRec says of itself
+    warnings.simplefilter("ignore")  # of TorchRec
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.distributed import DistributedModelParallel
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward

@@ -46,7 +46,7 @@ class Ending:
 
     @property
     def good(self) -> list[list[list[int]]]:
-        """Return the values of the batches that each rank trains on in a plain loop, by pass."""
+        """The values of the batches that each rank trains on in a plain loop, by pass."""
         found = []
         for number, ranks in enumerate(self.passes):
             of_ranks = []

@@ -39,13 +39,13 @@ from tests.support.ports import free_port
 AT = 3
 
 STALL_S = 4.0
-"""More than an iteration takes on a busy machine: only the one that stops may stall."""
+"""Longer than an iteration takes on a busy machine: only the one that stops may stall."""
 
 DEADLINE_S = 100
-"""After so long all ranks are killed."""
+"""The time after which all ranks are killed."""
 
 CATCHES = 7
-"""With what a script exits that catches ``StallError``."""
+"""The exit status of a script that catches ``StallError``."""
 
 
 class Rank:

@@ -187,7 +187,7 @@ def test_a_rank_without_any_batch_has_none_to_repeat(two_ranks: Ranks) -> None:
 
 
 PATIENCE_S = 3.0
-"""Longer than a busy machine keeps a rank that is ready from saying so."""
+"""Longer than a busy machine delays a rank that is ready."""
 
 
 def _one_stalls() -> tuple[int, str, str, float]:

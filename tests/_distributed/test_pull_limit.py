@@ -23,7 +23,7 @@ from tests.support.sequencer import PATIENCE_S, await_event, swpipe_threads
 
 LIMIT_S = 0.05
 LOOKS = 5
-"""So many looks of the watching thread make up the limit."""
+"""The number of looks of the watching thread that make up the limit."""
 
 
 class Pass:

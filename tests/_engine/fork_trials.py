@@ -25,7 +25,7 @@ from swpipe import SWPipeline
 from tests.support.plans_for_tests import piped, spread, tasks
 
 CHILD_S = 30
-"""After so long SIGALRM ends a child that hangs."""
+"""The time after which SIGALRM ends a child that hangs."""
 
 ALL = list(range(9))
 

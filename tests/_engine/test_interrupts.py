@@ -35,7 +35,7 @@ class Place(NamedTuple):
     code: CodeType
     offset: int
     times: int
-    """How often it was come to before."""
+    """How often the instruction was reached before."""
 
 
 class Interrupter:
@@ -129,7 +129,7 @@ CALLS: dict[str, tuple[bool, Callable[[SWPipeline, Iterator[int]], object]]] = {
     "drain": (True, lambda pipe, _: pipe.drain()),
     "__exit__": (True, lambda pipe, _: pipe.__exit__(None, None, None)),
 }
-"""Whether the pipeline is full before, and what is interrupted."""
+"""Pairs: whether the pipeline is full before, and the call that is interrupted."""
 
 
 def interrupted(

@@ -18,10 +18,10 @@ PLANS: dict[str, Callable[[], PipelinePlan]] = {
     "pulled by a group": lambda: replace(piped(4), pull_group="loader"),
 }
 FAILS = (0, 3, 4, 9)
-"""Numbers that the iterator does not give: at both ends, and two in a row."""
+"""Batches in whose place the iterator raises: at both ends, and two in a row."""
 
 RIGHT = ["bad 0", 1, 2, "bad 3", "bad 4", 5, 6, 7, 8, "bad 9"]
-"""What a plain loop sees: batches, and errors in their places."""
+"""The results of a plain loop: batches, and errors in their places."""
 
 
 class Corrupt(Exception):

@@ -73,7 +73,7 @@ ENDS = [
     *[("loops", "end"), ("computes", "exit"), ("returns", "end")],
     *[("waits", "raise"), ("waits", "sigterm")],
 ]
-"""What the worker does, and how the script ends."""
+"""Pairs: what the worker does, and how the script ends."""
 
 
 def test_a_script_keeps_its_exit_code_whatever_a_worker_does(scripts: Scripts) -> None:

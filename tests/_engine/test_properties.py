@@ -25,10 +25,10 @@ from tests.support.strategies import Case, cases
 pytestmark = pytest.mark.slow
 
 EXAMPLES = 120
-"""How many plans are drawn; the virtual device draws its own (``tests/device``)."""
+"""The number of random plans; the virtual device draws its own (``tests/device``)."""
 
 SEED = 11
-"""Seed of tasks with random numbers."""
+"""The seed of tasks with random numbers."""
 
 
 class Caller:

@@ -36,7 +36,7 @@ PLAN = PipelinePlan(
 )
 
 LAST = replace(PipelinePlan.serial(TASKS), pull_group="loader", pipeline_depth=None)
-"""The caller's thread does not use a batch before the call that hands its iteration out."""
+"""A plan whose caller's thread first uses a batch in the call that hands its iteration out."""
 
 
 class Loader:

@@ -98,7 +98,7 @@ CARRIED: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[],
         lambda: len(torch.distributed.device_mesh._mesh_resources.mesh_stack),
     ),
 }
-"""How to set it, and what a task sees of it. What belongs to the process needs no carrying."""
+"""How to set a state, and how a task reads it. The state of the process needs no carrying."""
 
 if hasattr(torch._C, "_set_dtensor_allow_implicit_replication"):
     CARRIED["implicit replication"] = (

@@ -52,7 +52,7 @@ CLICKS = {
     "step": touching("gradients optimizer model", "optimizer model"),
     "auc": touching("logits inputs histogram", "histogram"),
 }
-"""What the tasks of a click model touch."""
+"""What the tasks of a click model access."""
 
 FEED = ("read", "decode", "hash", "copy")
 CLICK_PLANS = {
@@ -66,7 +66,7 @@ CLICK_PLANS = {
         streams={"copy": "memcpy"},
     ),
 }
-"""One task after the other; and the next batches are read and copied ahead."""
+"""A plan that runs one task after the other, and one that reads and copies batches ahead."""
 
 CHAIN = {
     "h2d": touching("batch", "here"),
@@ -75,7 +75,7 @@ CHAIN = {
     "backward": touching("loss model gradients", "gradients"),
     "step": touching("gradients model", "gradients model"),
 }
-"""What the tasks of the design's example touch."""
+"""What the tasks of the design's example access."""
 
 SPLIT = {
     sparse_dist.COPY: touching("batch", "batch"),
@@ -94,7 +94,7 @@ SPLIT = {
         "gradients dense optimizer tables", "gradients dense optimizer tables"
     ),
 }
-"""What the recommender's tasks touch with the split forward: the most of all that they may."""
+"""What the recommender's tasks access with the split forward: the most of all that they may."""
 
 
 def on_paper(plan: PipelinePlan) -> dict[str, Effects]:
@@ -116,7 +116,7 @@ SHIPPED: dict[str, tuple[PipelinePlan, dict[str, Effects]]] = {
     "recsys14": (recsys14.plan(), on_paper(recsys14.plan())),
     "design": (piped(), CHAIN),
 }
-"""Plans, and what their tasks touch, in serial order."""
+"""Plans, and what their tasks access, in serial order."""
 
 NEEDED = {
     "clicks serial": 0,
@@ -128,7 +128,7 @@ NEEDED = {
     "recsys14": 5,
     "design": 2,
 }
-"""Plans without staleness, and how many of their edges they cannot be without."""
+"""Plans without staleness, and how many of their edges are necessary."""
 
 
 def named(error: PlanError) -> set[frozenset[str]]:
@@ -301,7 +301,7 @@ def test_a_task_of_which_nothing_is_declared_stays_with_the_body(
 AHEAD = PipelinePlan(
     {"a": TaskSchedule(), "b": TaskSchedule(1)}, deps=[("b", "a")], cross_iter_deps=[("a", "b")]
 )
-"""Its first task may run before the body of the iteration before."""
+"""A plan whose first task may run before the body of the previous iteration."""
 
 
 def named_by(name: str, mode: Any = "rw", **more: Any) -> PipelineTask:

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 POOL = 32
-"""Streams that a device has to hand out, of either priority."""
+"""The number of streams that a device has for each priority."""
 
 
 class Work(NamedTuple):

@@ -113,7 +113,7 @@ SECTIONS: dict[str, tuple[Callable[[Path], Iterable[Row]], list[float | None]]] 
     ),
     "behind": (lambda _: behind.rows(rounds=1, batches=3, scale=0.05), [behind.MOST] * 3),
 }  # fmt: skip
-"""Each at a size too small to tell anything, with the bars of its rows."""
+"""The sections, at sizes too small for a verdict, with the bars of their rows."""
 
 
 @pytest.mark.parametrize("name", SECTIONS)

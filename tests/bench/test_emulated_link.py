@@ -100,7 +100,7 @@ def test_the_functions_come_back() -> None:
 
 
 Calls = dict[str, tuple[int, int]]
-"""By contender."""
+"""The calls by contender."""
 
 
 def _seen(model: str, steps: int) -> tuple[Calls, Calls]:

@@ -79,7 +79,7 @@ def failing():
         reduce(ctx)
     return loop(fail)
 """
-"""Of the user's own, whose tasks communicate; one that is wrong on a rank, and one that fails."""
+"""Loops of a user whose tasks communicate: one is wrong on a rank, and one fails."""
 
 OWN = ("--device", "cpu", "--workload")
 
@@ -95,7 +95,7 @@ MAIN = "from swpipe.cli import main; main()"
 
 QUICK = "a.EFFORT, a._ROUNDS, a._WINDOWS, a._BATCHES = 0.1, 2, 1, 1"
 QUICKLY = f"import swpipe.tuning.autotuning as a; {QUICK}; {MAIN}"
-"""What a plan is searched and tried with says nothing about ranks."""
+"""Settings of short searches and trials; this module is about ranks only."""
 
 
 def on_two_ranks(scripts: Scripts, *args: object, code: str = MAIN, folder: Path = ROOT) -> Done:

@@ -61,7 +61,7 @@ ACTS = st.one_of(
 )
 WITH_A_PASS = ("steps", "leave", "fail", "stumble")
 PHASES = (Phase.generate,)
-"""A program is short: to shrink one takes longer than to read it."""
+"""The most phases of a program. It is short, since shrinking takes longer than reading it."""
 
 PROGRAMS = st.lists(ACTS, min_size=1, max_size=8)
 
@@ -240,7 +240,7 @@ if find_spec("torchrec"):
     KINDS = (*WAYS, *NAMED)
 CASES = [(kind, loader) for kind in KINDS for loader in kind.loaders]
 EXAMPLES, FEW = 10, 3
-"""How many programs each way runs; few where processes are started."""
+"""The number of programs that each way runs; few where processes are started."""
 
 
 def check(kind: type[Way], loader: Any, program: list[Act], then: type[Way] | None = None) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 ROWS, WIDTH, SIZE = 20, 4, 3
 SCALE = 100
 BATCHES = -(-ROWS // SIZE)
-"""Of a pass."""
+"""The number of batches in a pass."""
 
 
 class Planned(Exception):
@@ -38,7 +38,7 @@ class Failing:
 
     at: Failure | None = None
     stumbles_at: int | None = None
-    """The row of the batch that iterators lose by an error, and go on."""
+    """The row of the batch that iterators lose by an error; then they go on."""
 
     def check(self, where: str, rows: Tensor) -> None:
         if self.at is None or self.at.where != where:
@@ -100,7 +100,7 @@ LOADERS: dict[str, Callable[[Failing], Any]] = {
     "workers": lambda failing: DataLoader(Rows(failing), SIZE, shuffle=True, num_workers=1),
     "drawing": lambda failing: DataLoader(NoisyRows(failing), SIZE, shuffle=True),
 }
-"""Makes of loaders; "drawing" draws in the middle of a pass."""
+"""The kinds of loaders; "drawing" draws in the middle of a pass."""
 
 
 class Training:

@@ -43,7 +43,7 @@ class Way:
         self._pass: Generator[Tensor | Stumbled] | None = None
 
     def _begin(self) -> Generator[Tensor | Stumbled]:
-        """Yield the losses of one pass, and errors after which the pass continues."""
+        """Return a generator of the losses of one pass, and of errors after which it continues."""
         raise NotImplementedError
 
     def next(self) -> Tensor | Stumbled | None:

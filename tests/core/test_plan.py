@@ -32,7 +32,7 @@ FIELDS: dict[str, Any] = {
     "keep": [],
     "run_ahead": 0,
 }
-"""A value of each field that a file may have, none of them a default."""
+"""A value of each field that a file may have; none is a default."""
 
 MAY_DIFFER = {"streams", "stale", "newer", "run_ahead"}
 """Fields that order nothing: ranks need not agree on them."""

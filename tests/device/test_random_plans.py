@@ -22,11 +22,11 @@ QUICK = {
     worked_case: (*range(20), 43),
     hosted_case: (*range(20), 100),
 }
-"""Seeds of a few of them; 43 is the first in which workers share memory that waits, 100
-the first in which a task of the host removes what a stream still reads."""
+"""Some of the seeds. 43 is the first in which workers share memory that waits; 100 is the first in
+which a task of the host removes what a stream still reads."""
 
 SEEDS_TO_TRY = 200
-"""Among how many random plans the loss of a guard must show; most show within ten."""
+"""The number of random plans of which one must show the loss of a guard; ten mostly suffice."""
 
 
 @pytest.mark.parametrize("cases", RANDOM)

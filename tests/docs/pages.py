@@ -20,7 +20,7 @@ _LESS = {
     "README.md": ("torch.randint(50, (1600,", "torch.randint(50, (320,"),
     "rollouts.py": ("worker_processes(rollout, 4)", "worker_processes(rollout, 2)"),
 }
-"""What takes long for figures that no test compares, and less of it, by page or example."""
+"""Replacements that shorten measurements whose figures no test compares, by page or example."""
 
 _FENCE = re.compile(r"^(`{3,}|:{3,})([^\n]*)\n(.*?)^\1 *$", re.DOTALL | re.MULTILINE)
 

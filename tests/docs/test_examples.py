@@ -32,10 +32,10 @@ import swpipe.tuning.autotuning as a
 a.EFFORT, a._ROUNDS, a._WINDOWS, a._BATCHES = 0.1, 2, 1, 1
 del a
 """
-"""What a plan is searched, measured and tried with says nothing about the page."""
+"""Settings of short searches and measurements; the page does not depend on them."""
 
 TIMED = ("faster_plan",)
-"""Examples whose times are the point: they run on a virtual clock."""
+"""Examples whose point is their times: they run on a virtual clock."""
 
 MEASURED = {
     "README.md": ("before #, after # steps per second",),
@@ -63,19 +63,17 @@ MEASURED = {
         "written to report.html",
     ),
 }
-"""Outputs with times: these lines of them are compared, without their figures.
-
-What else they say, such as which task bounds a step, is what was found on one machine.
-"""
+"""Outputs with times: these lines are compared, without their figures. The other lines, such as
+which task bounds a step, depend on the machine."""
 
 DRAWN = ("for x, y in loader:", "io       ▌", "comm   --", "finding 1: ", "loader          pull")
-"""How blocks begin that are drawings, or one example of what may be printed."""
+"""Beginnings of blocks that are drawings, or one example of possible output."""
 
 KINDS = re.compile(
     r"python|console|text|toml|\{code-block\} (python|text|toml)|"
     r"\{literalinclude\} \.\./examples/\w+\.(py|txt)|\{toctree\}|\{eval-rst\}"
 )
-"""What a fence may say: another one could be Python that no test runs."""
+"""The kinds of fences; another kind could be Python that no test runs."""
 
 
 def form(text: str) -> list[str]:

@@ -32,7 +32,7 @@ UNITED = {
     plans.EMBED: (plans.EMBED, plans.DENSE),
     plans.DENSE_BACK: (plans.DENSE_BACK, plans.EMBED_BACK),
 }
-"""Without the split forward, the first task does the work of both."""
+"""The tasks without the split forward: the first one does the work of both."""
 
 
 class Use(NamedTuple):

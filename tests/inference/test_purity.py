@@ -37,7 +37,7 @@ AHEAD = PipelinePlan(
     },
     deps=[("train", "decode")],
 )
-"""``decode`` runs one iteration ahead, on a thread of its own."""
+"""A plan in which ``decode`` runs one iteration ahead, on a separate thread."""
 
 
 def nothing(ctx: Any) -> None:
@@ -127,7 +127,7 @@ LIES: dict[str, tuple[Lie, str]] = {
     ),
     "a draw": (lambda job: lambda ctx: job.looked_up(ctx) + torch.rand(3, 4), "generator"),
 }
-"""Name to what makes ``decode``, and what the error has to name."""
+"""How ``decode`` is made, and what the error has to name, by name."""
 
 
 def lie(name: str, names: str) -> Callable[[Lie], Lie]:

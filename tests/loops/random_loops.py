@@ -85,7 +85,7 @@ DRAWS: dict[str, Callable[[], float]] = {
 }
 
 FOR_A_MOMENT = ("fork_rng", "FakeData", "numpy for a moment", "Python for a moment")
-"""What leaves no trace in the states."""
+"""Changes that leave no trace in the states."""
 
 WHEN: dict[str, Callable[[random.Random, int], Callable[[int], bool]]] = {
     "never": lambda rng, size: lambda number: False,

@@ -20,7 +20,7 @@ from swpipe.loops import RankDataError, pad_with, pull_times
 from tests.support.ranks import Ranks
 
 ROWS = (22, 13)
-"""Of each rank; with 4 in a batch, 6 batches and 4."""
+"""The rows of each rank; with 4 in a batch, 6 batches and 4."""
 
 EPOCHS = 2
 LEFT = 3  # steps after which a pass is left

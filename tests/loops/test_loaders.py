@@ -273,7 +273,7 @@ def one_buffer_for_all_batches(over: Over) -> Any:
 
 @refused("memory of an earlier one|was modified in place|not any more what the loader made")
 def one_tensor_over_an_array(over: Over) -> Any:
-    """Yield the same tensor each time; its version does not count the writes to its array."""
+    """Train on a loader that yields one tensor; its version counts no writes to its array."""
     buffer = np.empty((4, 4), np.float32)
     tensor = torch.from_numpy(buffer)
 

@@ -180,7 +180,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 KNOWN_BEFORE = [one for one in LOADERS if "default" in one or "given" in one or "user" in one]
-"""Those of which a state from before the first pass leads to it: others have begun then."""
+"""Loaders for which a state from before the first pass leads to it; others have begun then."""
 
 
 @pytest.mark.parametrize("name", LOADERS)

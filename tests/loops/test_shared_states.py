@@ -36,7 +36,7 @@ from swpipe.inference.comparison import needed
 BATCHES = 7
 
 OF_A_THREAD = {"a context variable"}
-"""States that are other ones on each thread: no declaration can say it, and the guide does."""
+"""States that each thread has for itself: no declaration can name them, as the guide says."""
 
 
 class State(NamedTuple):
@@ -97,7 +97,7 @@ KINDS: dict[str, tuple[Callable[[Path], State], bool]] = {
     "numpy's generator": (drawn(lambda: float(np.random.rand())), True),
     "torch's generator": (drawn(lambda: float(torch.rand(()))), True),
 }
-"""Each with whether a read changes it. What they are does not matter: nothing looks at them."""
+"""States, and whether a read changes them. Their contents do not matter: nothing reads them."""
 
 
 class Touch(NamedTuple):
@@ -311,7 +311,7 @@ def outcomes(seeds: Iterable[int], folder: Path) -> tuple[Counter[str], list[str
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
-"""A program may step a scheduler before any optimizer."""
+"""Ignored because a program may step a scheduler before any optimizer."""
 
 
 PROGRAMS = 40

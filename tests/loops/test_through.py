@@ -194,7 +194,7 @@ def test_results_and_files_are_those_of_the_plain_loop(
 
 
 def contents(path: Path) -> Any:
-    """What a file has; of one of torch's, the tensors: it notes its own name, too."""
+    """Return what a file has; of torch's files only the tensors, as they store their name."""
     return torch.load(path) if path.suffix == ".pt" else path.read_text()
 
 

@@ -28,14 +28,14 @@ from tabulate import tabulate
 from tests.mutants.faults import ROOT, Fault, all_faults
 
 ACCELERATOR = "tests/device/accelerator/"
-"""Tests that run in a process with an accelerator; a fault has these alone, or others alone."""
+"""Tests that run in a process with an accelerator; a fault has only these, or only others."""
 
 LIMIT_S = 300.0
 """Seconds that the tests of one fault may take. A hang counts as found: it is not silent."""
 
 
 class Outcome(NamedTuple):
-    """What became of a fault, and the node id of the test that failed, if one did."""
+    """The outcome of a fault, and the node id of the test that failed, if one did."""
 
     fault: Fault
     verdict: str

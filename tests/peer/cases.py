@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 THEIRS_ALONE = ("TrainPipelinePT2", "TrainPipelineSparseDistCompAutograd")
-"""Tests of pipelines that swpipe does not stand for, by the start of their classes' names."""
+"""Tests of pipelines that swpipe does not replace, by the beginning of their classes' names."""
 
 OF_A_CACHE = ("cache_precision", "load_factor")
 """Arguments of tests that make no difference where tables have no cache."""
@@ -40,14 +40,14 @@ class Case:
 
     @property
     def distinct(self) -> tuple[Any, ...]:
-        """Return a key that is equal for cases that differ in a GPU's cache of tables only."""
+        """A key that is equal for cases that differ only in a GPU's cache of tables."""
         rest = [item for item in self.arguments.items() if item[0] not in OF_A_CACHE]
         plain = str(rest).replace("fused_uvm_caching", "fused")
         return (self.test.__name__, self.method, plain)
 
     @property
     def about_ours(self) -> bool:
-        """Return whether the case is about a pipeline that swpipe has."""
+        """Whether the case is about a pipeline that swpipe has."""
         return not self.test.__name__.startswith(THEIRS_ALONE)
 
     def is_private(self, error: str) -> bool:
@@ -67,7 +67,7 @@ class Case:
 
 
 def cases_of(modules: list[ModuleType]) -> Iterator[Case]:
-    """Return all cases of the tests that these modules define."""
+    """Yield all cases of the tests that these modules define."""
     for module in modules:
         for test in vars(module).values():
             own = getattr(test, "__module__", "") == module.__name__

@@ -10,7 +10,7 @@ from swpipe.planning.modulo.auto import auto_plan
 from swpipe.planning.simulation.simulator import simulate
 
 BOUND_US = 108_380
-"""What the tasks of the caller's stream take together."""
+"""The total time of the tasks on the caller's stream."""
 
 
 def test_the_plan_reaches_the_bound_with_little_in_flight() -> None:

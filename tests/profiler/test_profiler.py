@@ -51,7 +51,7 @@ class Job:
 
     @property
     def tasks(self) -> list[PipelineTask]:
-        """Return the tasks in serial order."""
+        """The tasks in serial order."""
         functions = (self.read, self.forward, self.backward, self.step)
         return [PipelineTask(fn.__name__, fn) for fn in functions]
 

@@ -14,7 +14,7 @@ from swpipe.tuning.autotuning import Loop
 _SEEN = 20  # batches of a loader
 
 _PROFILE_S = 0.3
-"""Seconds of a profile. Without a limit, visits grow where a busy machine makes times vary."""
+"""The limit in seconds for a profile; without it, visits grow on a busy machine."""
 
 
 def examined(

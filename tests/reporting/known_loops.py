@@ -17,7 +17,7 @@ from swpipe import DeclaredIO, IterContext, PipelinePlan, PipelineTask, TaskSche
 from tests.reporting.loops import Clock, lock_of, take
 
 Ms: TypeAlias = float | Callable[[int], float]
-"""Milliseconds on the CPU, or off it if negative; or those for each batch, by its number."""
+"""Milliseconds on the CPU, or off it if negative; or one number for each batch."""
 
 
 class Case(NamedTuple):

@@ -61,7 +61,7 @@ def pool(*names: str) -> StreamPool:
 
 
 def results(pipe: SchedulablePipeline, batches: Iterable[Any]) -> Iterator[Any]:
-    """Return everything that ``progress`` returns until the iterator ends."""
+    """Yield everything that ``progress`` returns until the iterator ends."""
     iterator = iter(batches)
     while True:
         try:

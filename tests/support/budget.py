@@ -30,7 +30,7 @@ if FACTOR > 1:  # the workers of xdist inherit it: all of them must collect the 
     os.environ.setdefault("SWPIPE_EXAMPLES_SEED", str(random.SystemRandom().randrange(2**31)))
 
 SEED = int(os.environ["SWPIPE_EXAMPLES_SEED"]) if "SWPIPE_EXAMPLES_SEED" in os.environ else None
-"""None for the fixed examples."""
+"""The seed, or None for the fixed examples."""
 
 _counts: Counter[str] = Counter()
 

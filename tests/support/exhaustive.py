@@ -27,7 +27,7 @@ class TooManyError(Exception):
 
 
 Runs = int
-"""A set of runs: a bit for each."""
+"""A set of runs, with a bit for each."""
 
 
 class Item(NamedTuple):

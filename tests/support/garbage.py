@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 
 MANY = 50_000
-"""So many objects are searched in a hundredth of a second."""
+"""The number of objects that are searched in a hundredth of a second."""
 
 
 def freeze() -> None:

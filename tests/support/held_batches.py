@@ -20,7 +20,7 @@ DEPTH = 4
 ARRANGEMENTS = tuple(
     product(((0, 0), (0, 1), (1, 2), (0, 3), (2, 3)), (None, "copy"), ("default", "io"))
 )
-"""Stages of the copy and of the forward, the copy's stream, its thread group."""
+"""The stages of the copy and of the forward, the copy's stream, and its thread group."""
 
 
 class HeldBatches:

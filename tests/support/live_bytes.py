@@ -61,7 +61,7 @@ class LiveBytes:
                     del self._made[number]
 
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches that are counted when they are pulled."""
+        """Return an iterator whose batches are counted when they are pulled."""
         return map(self._counted, batches)
 
     def _counted(self, batch: Any) -> Any:

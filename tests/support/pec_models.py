@@ -121,7 +121,7 @@ def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def batches(
     count: int, rows: int = 64, batch: int = 6, ids: int = 3, shared: float = 0.3
 ) -> Iterator[Batch]:
-    """Return this rank's part of batches that share some ids with the previous batch."""
+    """Yield this rank's part of batches that share some ids with the previous batch."""
     draws = torch.Generator().manual_seed(dist.get_rank())
     last: Tensor | None = None
     for _ in range(count):

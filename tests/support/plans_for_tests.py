@@ -16,7 +16,8 @@ NAMES = ("h2d", "dist", "forward", "backward", "step")
 
 
 NOBODY_ELSE = DeclaredIO(state=DRAWS.name, mode="r", others="")
-"""Of a random task: neither the loop's body nor any other task draws from torch's generators."""
+"""Facts of a random task: neither the loop's body nor another task draws from torch's generators.
+"""
 
 
 def piped(depth: int | None = 3) -> PipelinePlan:

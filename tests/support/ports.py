@@ -7,7 +7,7 @@ import os
 import socket
 
 _FIRST, _COUNT = 12_000, 20_000
-"""Below those that the system gives to whoever asks for any: other tests do, all the time."""
+"""Ports below those that the system assigns, which other tests use all the time."""
 
 _next = itertools.count()
 

@@ -41,11 +41,11 @@ START_S = 120.0
 """Seconds in which all ranks must have imported torch and found each other."""
 
 STOP_S = 20.0
-"""Seconds that ranks have to end when they are no longer needed, or to show where they stand."""
+"""Seconds that ranks have to end when they are no longer needed, or to print their stacks."""
 
 
 WELL_BEFORE_S = 30.0
-"""Half a function's deadline: what is told at once is told by then on the busiest machine."""
+"""Half of a function's deadline: an immediate error comes earlier on the busiest machine."""
 
 
 class RankDied(RuntimeError):

@@ -25,7 +25,7 @@ KINDS = (True, False)
 """Whether a device has streams."""
 
 verify_tasks = partial(verify, pull_ahead=True, body=False)
-"""Asks of the tasks alone: the loader is apart, and the loop has no body."""
+"""Verifies the tasks alone: the loader is separate, and the loop has no body."""
 
 
 def small_workload(rng: random.Random, most_tasks: int = 4) -> Workload:
@@ -65,7 +65,7 @@ def without(plan: PipelinePlan, edge: tuple[str, tuple[object, ...]]) -> Pipelin
 
 
 def edges_of(plan: PipelinePlan) -> Iterator[tuple[str, tuple[object, ...]]]:
-    """Return every dependence that the plan declares: its list, and the entry."""
+    """Yield every dependence that the plan declares, with the name of its list."""
     for key in ("deps", "cross_iter_deps", "same_period_deps"):
         yield from ((key, entry) for entry in getattr(plan, key))
 

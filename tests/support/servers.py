@@ -42,12 +42,12 @@ IMPORTED = {
         "swpipe.tasks.torchrec.pipelines.drop_in",
     ),
 }
-"""What processes find imported, by kind of server; all find what the first has."""
+"""The modules that processes find imported, by kind of server; all find the first kind's."""
 
 _PID_BYTES = 4
 
 _FOLDER = "SWPIPE_TESTS_SERVERS"
-"""The variable that names the folder of the servers' sockets, and the checkout that they serve."""
+"""The variable that names the folder of the servers' sockets and their checkout."""
 
 
 def folder() -> Path:
@@ -111,7 +111,7 @@ class Process:
         if sent < len(said):  # else the process may have ended: to send nothing is an error then
             self._server.sendall(said[sent:])
         self.pid = int.from_bytes(self._received(_PID_BYTES), "big")
-        """Of the process, which has begun by now."""
+        """The number of the process, which has begun by now."""
 
     def wait(self, within_s: float) -> int | None:
         """Return the exit code, as ``subprocess`` does; None if the process has not ended."""

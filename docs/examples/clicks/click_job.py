@@ -27,7 +27,7 @@ FEED = ("read", "decode", "hash", "copy")
 """The tasks that bring a batch from the file to the device."""
 
 TRAIN = ("forward", "backward", "step")
-"""The tasks that train on it."""
+"""The tasks that train on the batch."""
 
 
 class ClickJob:

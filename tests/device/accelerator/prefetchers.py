@@ -22,7 +22,7 @@ from tests.device.accelerator.work import DEVICE
 Prefetcher: TypeAlias = Callable[[str], Any]
 
 FAULTS: dict[str, tuple[Prefetcher, tuple[str, ...]]] = {}
-"""Name to the prefetcher and its faults."""
+"""The prefetcher and its faults, by name."""
 
 SIZE, BATCHES = 64, 12
 

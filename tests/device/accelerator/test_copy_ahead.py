@@ -37,11 +37,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 BATCHES = 20
-"""More than are watched."""
+"""More batches than are watched."""
 
 ROWS = 1024
 LINK = 4e5
-"""In us per MiB: 1.5 ms for a batch of ``ROWS`` floats."""
+"""The speed of the link in us per MiB: 1.5 ms for a batch of ``ROWS`` floats."""
 
 LATE_MS = 4.0
 DEADLINE_S = 20.0

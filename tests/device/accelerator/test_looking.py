@@ -24,14 +24,12 @@ from tests.device.accelerator.work import (
 
 MS = 1e-3
 CLOCK_NS = 1_000_000
-"""How far the device's times may be off, converted to the host's clock."""
+"""The limit for the error of the device's times, converted to the host's clock."""
 EARLY_NS = 5_000_000_000 if SIMULATED else 200_000
-"""How far a span may begin before its work was submitted, as a thread may be kept waiting."""
+"""The time by which a span may begin before its work was submitted, as a thread may wait."""
 LEAST, MOST = 0.99, float("inf") if SIMULATED else 1.15
-"""Measured over true time: the test backend's work takes longer on a machine that is busy.
-
-``tests/profiler/test_truth.py`` asks for exact figures on a virtual clock.
-"""
+"""Limits for the ratio of measured to true time: the test backend's work takes longer on a busy
+machine. ``tests/profiler/test_truth.py`` compares exact figures on a virtual clock."""
 
 
 def spinning(name: str, ms: float) -> PipelineTask:

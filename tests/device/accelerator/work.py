@@ -19,14 +19,14 @@ from tests.support import device_work
 
 DEVICE, SIMULATED, spin = device_work.device(), device_work.SIMULATED, device_work.spin
 ELEMENTS = 2**10 if SIMULATED else 8 * 2**20
-"""Of a tensor that the caching allocator gives a block of its own, again and again."""
+"""The size of a tensor to which the caching allocator always gives its own block."""
 
 needs_gpu_clock = pytest.mark.skipif(SIMULATED, reason="the test backend's clock is the host's")
-"""Times are the verdict."""
+"""Marks tests whose verdict depends on times."""
 
 
 Time: TypeAlias = tuple[float, float]
-"""Start and end, in any unit."""
+"""A start and an end, in any unit."""
 
 
 def own_stream() -> torch.Stream:

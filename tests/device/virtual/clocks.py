@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeAlias
 from swpipe._engine.waiting import Host, HostThread, ProgressCounter
 
 Clock: TypeAlias = dict[Hashable, int]
-"""Actor to how many of its steps are known."""
+"""The number of known steps, by actor."""
 
 
 class Stamp(NamedTuple):

@@ -26,7 +26,7 @@ from tests.support.machines import PlainMachine, outputs, serial_outputs
 from tests.support.strategies import Case, with_run_ahead
 
 UNSEEN: dict[str, Any] = {}
-"""Stands for the outputs of an iteration that nobody looked at."""
+"""Stands for the outputs of an iteration that the test did not read."""
 
 
 class WrongNumber(Violation):

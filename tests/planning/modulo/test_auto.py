@@ -22,7 +22,7 @@ from swpipe.planning import Choice, Limits, auto_plan, lower_bounds, simulate
 from tests.planning.instances import Instance, instance
 
 EFFORT = 0.2
-"""What holds for a plan holds for one that was searched for briefly."""
+"""A short search: the tests hold for any plan."""
 
 
 def planned(given: Instance) -> Choice:

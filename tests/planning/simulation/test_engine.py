@@ -35,7 +35,7 @@ LONG = 80
 """Iterations after which nearly every plan has settled."""
 
 LONGEST_CYCLE = 12
-"""Iterations after which a steady state begins again, at most."""
+"""The most iterations after which a steady state repeats."""
 
 STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
 

@@ -14,7 +14,7 @@ from swpipe.planning import simulate
 from tests.support.memory_work import MemoryWork
 
 ORDERS = 2
-"""In which threads that can run at one moment go."""
+"""The orders of threads that can run at one moment."""
 
 
 def peaks(seed: int, orders: int, *, keeps_all: bool = True) -> tuple[int, list[int]]:

@@ -30,12 +30,12 @@ class Published(NamedTuple):
 
     @property
     def costs(self) -> PipelineCosts:
-        """Return the costs, with the default limit."""
+        """The costs, with the default limit."""
         return PipelineCosts(self.f, self.b, self.w, self.c, *MEMORY)
 
     @property
     def graph(self) -> PipelineGraph:
-        """Return the published generator."""
+        """The published generator."""
         return PipelineGraph(self.n, self.m, self.f, self.b, self.w, self.c, *MEMORY)
 
 

@@ -39,7 +39,7 @@ LEAN = {
     "split, lean": (partial(split, lean=True), 3),
     "semi_sync, lean": (partial(semi_sync, lean=True), 4),
 }
-"""With the iterations in flight, no more than TorchRec's pipelines have."""
+"""Plans with their iterations in flight, no more than TorchRec's pipelines have."""
 
 Make: TypeAlias = Callable[[], PipelinePlan]
 
@@ -75,7 +75,7 @@ IN_A_PERIOD: list[tuple[Make, tuple[str, ...]]] = [
     (LEAN["split, lean"][0], (PREFETCH, EMBED, START, COPY)),
     (LEAN["semi_sync, lean"][0], (START, EMBED_BACK, COPY)),
 ]
-"""A plan, and tasks as they come in a period."""
+"""A plan, and tasks in the order of a period."""
 
 AHEAD: list[tuple[Make, dict[str, str], int]] = [
     (prefetch, {PREFETCH: DENSE}, 1),
@@ -85,7 +85,7 @@ AHEAD: list[tuple[Make, dict[str, str], int]] = [
     (semi_sync, {START: WAIT, WAIT: PREFETCH, EMBED: DENSE}, 1),
     (semi_sync, {DENSE_BACK: EMBED_BACK}, 0),
 ]
-"""A plan, tasks, each with a later one, and by how many stages that is later."""
+"""A plan; tasks, each with a later one; and by how many stages that is later."""
 
 
 @pytest.mark.parametrize("name", ALL)

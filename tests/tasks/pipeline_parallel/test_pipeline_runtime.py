@@ -28,7 +28,7 @@ from tests.tasks.pipeline_parallel.small_gpt import batch, on_rank, random_sched
 COSTS = PipelineCosts(20, 30, 15)
 
 DEADLINE_S = 240.0
-"""Four ranks on a busy machine with two cores."""
+"""Enough for four ranks on a busy machine with two cores."""
 
 
 def made(name: str, n_micro: int, n_ranks: int) -> PipelineSchedule:
@@ -89,7 +89,7 @@ def none_different(ranks: Ranks, schedules: Sequence[PipelineSchedule]) -> bool:
 
 
 CASES = {2: [("ours", 4), ("dualpipev", 4), ("1f1b", 4), ("ours", 1)], 4: [("zbv", 3)]}
-"""Of ranks: orders and numbers of microbatches, also fewer than ranks."""
+"""Pairs of ranks: orders and numbers of microbatches, also fewer than ranks."""
 
 PLACEMENTS = [(1, 0, 1, 0), (0, 1, 1, 1), (0, 1, 1, 0, 1, 0, 0, 1)]
 
@@ -162,7 +162,7 @@ def rows(count: int) -> Tensor:
 
 
 def after_two_steps() -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Running means on one rank and in one process; gradients of the 2nd step, and of it alone."""
+    """Return running means on one rank and in one process; then the gradients of the 2nd step."""
     modules = [[Stateful(), Stateful()] for _ in range(3)]
     runtimes = [PipelineRuntime(ALONE, dict(enumerate(modules[k])), squared) for k in (0, 2)]
     loop = PlainLoop(modules[1], 2, squared)

@@ -22,7 +22,7 @@ NOT_IN_ORDER = {
     "adds to grad unseen": "cannot be split",
     "running means": "which a pass may change",
 }
-"""What is refused where F or I are not in the order of the microbatches, and in which words."""
+"""Stages that are refused where F or I are not in the order of the microbatches, with the error."""
 
 NEVER = {
     "sparse": "a tensor (sparse_coo) cannot be handed on",
@@ -31,7 +31,7 @@ NEVER = {
     "raises in forward": "planted in a forward pass",
     "raises in backward": "planted in a backward pass",
 }
-"""What cannot run under any schedule, and in which words."""
+"""Stages that cannot run under any schedule, with the error."""
 
 Case = tuple[str, PipelineSchedule | None]
 

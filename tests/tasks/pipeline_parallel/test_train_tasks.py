@@ -156,7 +156,7 @@ class Wide(nn.Module):
 
 ROWS = 32
 KEPT = ROWS * 1024 * 4
-"""Bytes of what a ``Wide`` keeps from F on, its tanh, and from I on, the gradient of that."""
+"""The bytes that a ``Wide`` keeps: its tanh from F on, and the gradient of that from I on."""
 
 
 def first_of(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class Slots:
 
     @property
     def pinned(self) -> int:
-        """Return how many rows are pinned."""
+        """The number of pinned rows."""
         return sum(count > 0 for count in self._pins.values())
 
     def pin(self, slots: Tensor) -> None:
@@ -205,7 +205,7 @@ def _counted_input_dist(input_dist: Any, ctx: Any, features: Any) -> Any:
 
 
 def lookups(model: nn.Module) -> Iterator[Any]:
-    """Return the look-ups of all sharded modules, which keep them in plain lists."""
+    """Yield the look-ups of all sharded modules, which keep them in plain lists."""
     for module in model.modules():
         yield from getattr(module, "_lookups", ())
 

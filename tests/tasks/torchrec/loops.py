@@ -46,7 +46,7 @@ PIPELINES = tuple(
     if re.match("Train(Pipeline|Eval)|Eval|Prefetch", name)
     and any(hasattr(module, name) for module in MODULES)
 )
-"""Those that the installed TorchRec has."""
+"""The pipelines that the installed TorchRec has."""
 
 
 def theirs(name: str) -> Any:

@@ -185,7 +185,7 @@ def counts_calls(base: Any, calls: list[str]) -> Any:
 
 
 LAST = ("_backward", "_optimizer_step", "dequeue_batch")
-"""Those at the end of a step, in their order."""
+"""The hooks at the end of a step, in their order."""
 
 ONCE = {*HOOKS} - {"fill_pipeline", "_next_batch", "enqueue_batch", "copy_batch_to_gpu"}
 """Hooks that TorchRec calls once for each batch; it tries some more at the end of the data."""

@@ -71,7 +71,7 @@ class CopiedBatch(Batch):
 
 
 def large_batches(count: int) -> list[CopiedBatch]:
-    """Yield this rank's batches."""
+    """Return this rank's batches."""
     draws = torch.Generator().manual_seed(dist.get_rank())
     lengths = torch.full((TABLES * BATCH_ROWS,), ROW_IDS)
     return [
@@ -172,7 +172,7 @@ COMPARED = (
     SPARSE, "TrainPipelineSemiSync",
     "PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist",
 )  # fmt: skip
-"""One for each plan in which batches are exchanged ahead."""
+"""One class for each plan in which batches are exchanged ahead."""
 
 
 def _more(job: Job, names: tuple[str, ...]) -> dict[str, int]:

@@ -48,10 +48,11 @@ CASES = (
     Case("column_wise", "collections", SPARSE, "prefetch", 1, False, True),
     Case("table_wise", "bags, stepped", PREFETCH, "split", 2, False, True),
 )
-"""Each value with most values of others. The split plan takes the split forward only."""
+"""Cases that combine each value with most values of others. The split plan takes only the split
+forward."""
 
 STEPS = 6
-"""One more than the deepest pipeline has iterations in flight."""
+"""One more than the iterations in flight of the deepest pipeline."""
 
 
 def _different() -> dict[Case, Any]:

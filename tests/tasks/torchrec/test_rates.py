@@ -34,7 +34,7 @@ STAGED = "StagedTrainPipeline"
 
 SCHEDULES = ("lambda", "warm-up", "by hand")
 WHERE = ("both", "fused", "dense", "dense alone")
-"""Whose rates change; in the last, the pipeline's optimizer is the dense one alone."""
+"""The optimizers whose rates change; in the last case the pipeline has the dense one only."""
 
 LESS_MEMORY = {"free_features_storage_early": True, "clear_data_dist_inputs": True}
 
@@ -53,10 +53,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("TrainEvalHybridPipelineBase", {}),
     "staged": (STAGED, {}),
 }
-"""The classes, with arguments."""
+"""The classes, with their arguments."""
 
 _TWIN = {STAGED: "TrainPipelineBase"}
-"""Of TorchRec's, for those of TorchRec's that a CPU cannot run."""
+"""Ours in place of those of TorchRec's classes that a CPU cannot run."""
 
 
 def train(kind: str, schedule: str, where: str, steps: int, *, on_ours: bool) -> Outcome:
@@ -179,7 +179,7 @@ CASES = [
     ("fused", "lambda", "dense alone"),
     ("semi-sync from 4", "warm-up", "dense alone"),
 ]
-"""Where a look-up comes early, it is the tables' rates that change; or nothing else is known."""
+"""Cases: where a look-up is early, only the tables' rates change, or nothing else is known."""
 
 ALONE = [
     ("fused", "by hand", "both"),
@@ -187,7 +187,7 @@ ALONE = [
     ("fused, late", "lambda", "fused"),
     ("semi-sync from 4", "by hand", "fused"),
 ]
-"""Classes that have one backward where there is one rank."""
+"""Classes that have one backward on one rank."""
 
 
 def test_trainings_equal_torchrecs_under_schedules(one_rank: Ranks, two_ranks: Ranks) -> None:

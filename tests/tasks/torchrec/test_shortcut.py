@@ -17,7 +17,7 @@ from tests.tasks.torchrec.trial import ALL_MEMORY, EXACT, Outcome, create, to_th
 SPLIT, PREFETCH = EXACT[3], EXACT[2]
 ADAGRAD = Job(optimizer=torch.optim.Adagrad)
 MEASURED = {False: TASKS, True: (TASKS[1], TASKS[5])}
-"""Serially and pipelined."""
+"""Ways to measure: serially and pipelined."""
 
 
 def _left_out(name: str, job: Job, memory: MemoryOptions) -> list[Tensor]:

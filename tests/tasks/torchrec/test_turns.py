@@ -25,7 +25,7 @@ EVALUATE = ("EvalPipelineFusedSparseDist",)
 
 
 def _turns(count: int) -> Iterator[int]:
-    """Return pipelines by number, in an order in which each follows each other one."""
+    """Yield the numbers of pipelines in an order in which each follows each other one."""
     for one in range(count):
         for other in range(one + 1, count):
             yield from (one, other)

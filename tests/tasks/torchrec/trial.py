@@ -49,7 +49,7 @@ EXACT = (
     "jagged_prefetch_sparse_dist",
     "jagged_split_sparse_dist",
 )
-"""Pipelines whose numbers are those of a plain loop."""
+"""Pipelines with the numbers of a plain loop."""
 
 STALE = "jagged_semi_sync_sparse_dist"
 
@@ -209,7 +209,7 @@ def dealt(steps: int) -> Iterator[Batch]:
 
 
 Late: TypeAlias = Callable[[str], float]
-"""From a task's name to the seconds that it begins late, once for each run."""
+"""The seconds by which a task begins late, once for each run, by task."""
 
 
 @contextmanager

@@ -39,13 +39,13 @@ MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "mixed": (("dense", "moe", "moe", "dense"), MOE),
     "early": (("moe", "dense", "moe"), {"ep_overlap_early_attn_memory_release": True, **MOE}),
 }
-"""Those whose steps have parameters of their own."""
+"""Models whose steps have their own parameters."""
 
 SHARING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "mtp": (("moe",), {"mtp_num_layers": 1, "mtp_layer_type": "moe", **MOE}),
     "tied, two mtp": (("moe",), {"mtp_num_layers": 2, "tie_embeddings": True}),
 }
-"""Those of which several steps use the embedding or the output layer."""
+"""Models of which several steps use the embedding or the output layer."""
 
 ON_TWO_RANKS = (("mixed", True), ("tied, two mtp", False))
 
@@ -421,7 +421,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
         "give labels with each microbatch",
     ),
 ]
-"""A call, its error, and what it says."""
+"""A call, its error, and the message."""
 
 
 def test_wrong_input_is_refused_in_words() -> None:

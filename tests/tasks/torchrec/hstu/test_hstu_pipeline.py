@@ -91,7 +91,7 @@ CASES = (
     Case("by_stream", False, 2, True, wrapper="plain"),
     Case(None, True, 1, True, config=json.dumps(GATED)),
 )
-"""Each preset; one model has no sharded modules, and is within DDP; six batches in flight."""
+"""Each preset; a model without sharded modules, within DDP; and six batches in flight."""
 
 
 def _differences(cases: tuple[Case, ...], steps: int) -> dict[Case, list[str]]:

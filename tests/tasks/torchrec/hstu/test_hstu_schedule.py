@@ -30,7 +30,7 @@ ALWAYS = (
     "start_input_dist", "global_tokens_allreduce", "wait_input_dist", "compute_output_dist",
     "dense_forward", "backward", "finalize_model_grads",
 )  # fmt: skip
-"""What communicates, in order."""
+"""The tasks that communicate, in order."""
 
 # ------------------------------------------------------------------------------- declarations
 

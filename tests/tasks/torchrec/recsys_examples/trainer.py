@@ -35,7 +35,7 @@ EXACT = (
     "jagged_prefetch_sparse_dist",
     "jagged_split_sparse_dist",
 )
-"""Pipelines whose numbers are those of a plain loop."""
+"""Pipelines with the numbers of a plain loop."""
 
 
 @dataclass
