@@ -5,11 +5,11 @@
       all_to_all_single()      real handle would return    this handle's wait() returns
 
 Those functions of ``torch.distributed`` that return a handle are wrapped, for all callers that look
-them up there. The handle is a ``dist.Work``, since TorchRec tests for this type. Its ``wait`` sleeps
-without the interpreter lock and without a core. Any number of exchanges may be in flight, as on a
-link with enough bandwidth. With ``bytes_per_s``, the bytes that ``all_to_all_single`` sends to other
-ranks queue up; reductions have a link of their own. With ``in_turn``, each collective begins when
-the previous one has ended, as on one communicator.
+them up there. The handle is a ``dist.Work``, since TorchRec tests for this type. Its ``wait``
+sleeps without the interpreter lock and without a core. Any number of exchanges may be in flight, as
+on a link with enough bandwidth. With ``bytes_per_s``, the bytes that ``all_to_all_single`` sends to
+other ranks queue up; reductions have a link of their own. With ``in_turn``, each collective begins
+when the previous one has ended, as on one communicator.
 
 Collectives that C++ issues are not wrapped, among them DDP's all-reduces. Give such a model a
 communication hook that issues them from Python (``reduce_by_link``); its futures are late, too.

@@ -62,7 +62,7 @@ def opened(name: str, cache: Path) -> Job:
     torch.set_num_threads(1)
     if name == "images":
         return Job(name, "cpu")
-    example("click_job")  # the name now means the module
+    example("click_job")  # from now on it can be imported by name
     with chdir(cache):
         return Job("click_job:loop", "cpu")
 

@@ -208,7 +208,7 @@ def in_process(name: str, rounds: int | None) -> Found:
     case = CASES[name]
     begin_s = time.monotonic()
     tasks, plan = tasks_of(CLOCK, case.tasks, case.locked), plan_of(case)
-    step_ms = case.step if rounds else _timed_ms(case, tasks, plan)  # other tests run, too: not measured
+    step_ms = case.step if rounds else _timed_ms(case, tasks, plan)  # not measured
     found = report(tasks, range(case.batches), plan=plan, loader=loader_of(case), rounds=rounds)
     return judged(case, name, step_ms, found, time.monotonic() - begin_s)
 
