@@ -96,9 +96,9 @@ def _loader_findings(profile: ProfileResult) -> Iterator[Finding]:
         how = "mostly blocked" if PULL in profile.blocking else "on the CPU"
         text = f"batches are made in this process, between two steps: {takes}, {how}"
         fix = (
-                "DataLoader(num_workers=1), or overlap(loader, tasks, pull_ahead=True) if the "
-                "loader uses nothing that the loop changes"
-            )
+            "DataLoader(num_workers=1), or overlap(loader, tasks, pull_ahead=True) if the "
+            "loader uses nothing that the loop changes"
+        )
         yield Finding("loader-in-process", "loader", text, fix)
 
 
