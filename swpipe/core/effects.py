@@ -2,7 +2,7 @@
 
 A *location* is an attribute of the context, which each iteration has for itself, or a state, which
 persists between iterations. Undeclared code (a task, the body of the loop, a loader) is assumed to
-read and write every state that is not declared apart from it (``undeclared_effects``): the state
+read and write every state that is not declared private (``undeclared_effects``): the state
 ``UNDECLARED``, and each named state, as far as ``DeclaredIO.others`` allows. Two tasks *conflict*
 if both access a location and one of them writes it. A plan that orders all conflicts like a serial
 run gives the same numbers.

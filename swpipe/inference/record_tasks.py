@@ -39,7 +39,7 @@ def record(
     """Run a few iterations serially and record what each task reads and writes.
 
     A task's declarations count too; an undeclared task is also assumed to touch every state that is
-    not declared apart from it. If ``state`` is None, two additional iterations run first. They show
+    not declared private. If ``state`` is None, two additional iterations run first. They show
     which modules the tasks call, which optimizers step, and which other memory the tasks write.
     Afterwards these objects, the generators, and whatever tasks declare with ``memory``, or with
     ``capture`` and ``restore``, are restored, also if a task fails. Any other state ends up as if
