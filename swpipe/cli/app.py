@@ -398,7 +398,7 @@ def report_job(
 
 
 def format_settings(device: str | None) -> str:
-    """Return what in the machine's settings keeps work from overlapping; no loop runs."""
+    """Return the settings of the machine that keep work from overlapping; no loop runs."""
     from swpipe.reporting.environment import environment_findings
 
     findings = environment_findings(resolve(device), None, 0)

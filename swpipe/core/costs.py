@@ -53,7 +53,7 @@ class TaskCost:
         return self.host_us + self.device_us
 
     def scaled(self, factor: float) -> TaskCost:
-        """Return the cost of a task whose every time is ``factor`` times as long."""
+        """Return the cost with every time multiplied by ``factor``."""
         return TaskCost.mean([self], factor)
 
     def each(self, iterations: int) -> Iterator[TaskCost]:

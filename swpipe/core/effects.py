@@ -186,10 +186,10 @@ def with_the_others(
 
 
 def unnamed_changes(effects: EffectTable, declared: Declared) -> Effects:
-    """Return what undeclared code may touch of the states that tasks change and no task names.
+    """Return the states that tasks change and no task names, which undeclared code may use.
 
-    A task that names its states was seen to change another one: its declaration does not keep that
-    state apart from undeclared code.
+    If a task names its states but was seen to change another one, its declaration does not keep
+    that state private.
     """
     named = {place.name for touched in declared.named.values() for place in touched.places}
     changed = {

@@ -93,7 +93,7 @@ class TaskSchedule:
 
 
 def streams_of(entries: Iterable[TaskSchedule]) -> dict[StreamRef, None]:
-    """Return the streams that tasks name, in their order; ``HOST`` is none."""
+    """Return the streams that tasks name, in the order of the tasks, without ``HOST``."""
     # As a key: a ``torch.Stream`` takes whatever it is compared with for a stream.
     streams = [entry.stream for entry in entries]
     named: dict[StreamRef, None] = {s: None for s in streams if isinstance(s, str | torch.Stream)}

@@ -90,7 +90,7 @@ class Race:
 
     @property
     def missing(self) -> str:
-        """What would order the two."""
+        """The wait that would order the two."""
         if self.second.stream == "host":
             return f"the host waits for an event recorded on {self.first.stream} after the first"
         wait = f"{self.second.stream} waits for an event recorded on {self.first.stream} after it"
