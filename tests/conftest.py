@@ -42,7 +42,7 @@ gc.disable()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--accelerator``, which selects the kinds of device for ``tests/device``."""
-    told = "run tests/device on CUDA, or else on the test backend, which the process sees for ever"
+    told = "run tests/device on CUDA, or else on the test backend, which the process sees forever"
     parser.addoption("--accelerator", action="store_true", help=told)
 
 

@@ -154,7 +154,7 @@ def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> None:
     if len(set(digests)) > 1:
         held: list[Facts] = gather(plan_facts(plan))
         raise RuntimeError(
-            "the ranks hold different plans, and would wait for each other's collectives for ever: "
+            "the ranks hold different plans, and would wait for each other's collectives forever: "
             f"{differences(held)}. "
             "Give every rank the same plan (PipelinePlan.digest tells plans apart)"
         )
@@ -205,7 +205,7 @@ def check_same_shortcuts(
         ]
         raise RuntimeError(
             "the ranks would shortcut different tasks, or tasks of different plans, and wait for "
-            f"each other's collectives for ever: {differences(held)}. Enable the same tasks on all "
+            f"each other's collectives forever: {differences(held)}. Enable the same tasks on all "
             "ranks, and disable the same, in the same order"
         )
 

@@ -306,7 +306,7 @@ class Run:
         return handed_out
 
     def _goes_first(self, error: BaseException) -> bool:
-        """Return whether an error of the caller's thread goes before another thread's failure."""
+        """Return whether an error of the caller's thread takes precedence over another failure."""
         # After a stall, the error is the interrupt that the watchdog has sent.
         if isinstance(error, Cancelled) or self.stalled is not None:
             return False

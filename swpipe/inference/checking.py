@@ -76,7 +76,7 @@ class _Watch:
         compared: Whether what the task touches is compared with other tasks, not only checked
             against ``pure=True``.
         gradients: Id of a parameter to its gradient, of those known when the task began.
-        alone: Whether the task runs on the thread that began the run, with no other task beside it.
+        alone: Whether the task runs on the thread that began the run, and no other task runs.
     """
 
     alone = False
@@ -188,7 +188,7 @@ class RunCheck:
             watch.gradients = self._gradients.present()
 
     def _runs_alone(self, watch: _Watch) -> bool:
-        """Return whether a task runs on the thread that began the run, with no task beside it."""
+        """Return whether a task runs on the thread that began the run, alone."""
         if threading.get_ident() != self._caller or self._running:
             return False
         number = watch.ctx.iter_idx

@@ -1,6 +1,6 @@
 """Cost models: what the tasks of a pipeline cost on this machine, with these batches.
 
-    serial          host, CPU and device times; then, beside a thread that competes for the
+    serial          host, CPU and device times; then, with a thread that competes for the
                     interpreter lock, the time each task holds that lock
     pipelined=True  host and device times while the plan runs
     both            the time of a hand-over between two threads (``swpipe.profiler.thread_costs``),

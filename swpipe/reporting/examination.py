@@ -28,7 +28,7 @@ from swpipe.tuning.autotuning import Loop
 
 _WARM_UP = 2  # iterations in which torch allocates and compiles
 _WATCHED = 2
-_LOCKING = 3  # batches beside a thread that competes for the interpreter lock
+_LOCKING = 3  # batches with a thread that competes for the interpreter lock
 _SHARE = 0.05
 """The smallest fraction of a step that makes a finding."""
 

@@ -135,7 +135,7 @@ class StepReport(StepAccount):
         """Why no plan is advised that comes nearer to the ceiling; "" if one is."""
         if not self.ceiling.is_worth_it or any(change.advice.plan for change in self.changes):
             return ""
-        # The first change is to the task that saves most. Others would have to run beside it, so
+        # The first change is to the task that saves most. Others would have to overlap with it, so
         # the reasons why these stay come first.
         ordered = (*self.changes[1:], *self.changes[:1])
         reasons = [change.advice.not_moved for change in ordered if change.advice.not_moved]

@@ -162,7 +162,7 @@ class _Side:
 
         def run(ctx: Any) -> None:
             left: dict[str, Any] = {}
-            # A pure task changes its context only, so that it may run beside the others.
+            # A pure task changes its context only, so that it may overlap with the others.
             with nullcontext() if task.pure else self._changes(left):
                 with ContextWatch(ctx) as watch:
                     task.fn(ctx)

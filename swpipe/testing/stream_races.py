@@ -221,7 +221,7 @@ class _Finder(Observer):
             registry.add_callback(locked)
             added.append((registry, locked))
         # Dispatch modes are per thread. The profile function is the only hook that runs first on
-        # each new thread, whoever starts it.
+        # each new thread, no matter what starts it.
         profile = threading.getprofile()
         before = Observers.everywhere
         threading.setprofile(self._begin_thread)

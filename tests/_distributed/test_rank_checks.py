@@ -33,7 +33,7 @@ def test_ranks_with_different_plans_refuse_to_start(two_ranks: Ranks) -> None:
     assert two_ranks.run(_depths, (3, 3)) == ["4", "4"]
     for refused in two_ranks.run(_depths, (3, 4)):
         assert "the ranks hold different plans" in refused
-        assert f"for ever: digest: {piped(3).digest()[:12]} on rank 0, " in refused
+        assert f"forever: digest: {piped(3).digest()[:12]} on rank 0, " in refused
         assert "; pipeline_depth: 3 on rank 0, 4 on rank 1. Give every rank" in refused
 
 

@@ -226,7 +226,7 @@ def test_a_variable_that_torchrun_would_not_set_is_refused(
 
 @pytest.mark.usefixtures("as_a_rank")
 def test_what_needs_no_ranks_waits_for_none(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Help once waited for ever, without a word, for ranks that nobody had started.
+    """Help once waited forever, without a word, for ranks that nobody had started.
 
     Under torchrun every other command joins: one line tells all ranks of one that makes no sense.
     """

@@ -239,7 +239,7 @@ def test_a_substitute_that_fails_is_named(given: Any, kind: type[Exception], sai
 
 
 def test_ranks_compare_substitutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that replays a task, and one that has another function for it, may wait for ever."""
+    """One that replays a task, and one that has another function for it, may wait forever."""
     compared: list[set[str]] = []
     monkeypatch.setattr(
         control, "check_same_shortcuts", lambda digest, act, names, limit: compared.append({*names})

@@ -92,7 +92,7 @@ class PipelineCosts:
         sizes = {len(value) for value in given if isinstance(value, Sequence)}
         if len(sizes) > 1:
             return [f"{', '.join(_MEMORY)} have different lengths: give as many numbers of each"]
-        # One number stands for each stage of the sequences beside it.
+        # One number applies to each stage, if others are given as sequences.
         rows = (
             value if isinstance(value, Sequence) else [value] * max(sizes, default=1)
             for value in given

@@ -67,7 +67,7 @@ def measure_costs(
             median.
 
     Returns:
-        The costs per stage, in ms and bytes. F and I include what the runtime takes beside a pass,
+        The costs per stage, in ms and bytes. F and I include the time of the runtime outside a pass,
         for example to send its result. Bytes count activations: the results of operators, and the
         inputs of all stages except the first. If all chunks have ``build_schedule_plan``,
         ``pair`` is the time of a stage's F overlapped with the B of another stage of the rank. As

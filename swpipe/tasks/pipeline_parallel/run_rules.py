@@ -221,7 +221,7 @@ class CollectivesBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 ranks = listed([str(rank) for rank in sorted(shared)])
                 raise RuntimeError(
                     f"a stage starts the collective {name} inside a pass, with ranks {ranks} of "
-                    "its pipeline, which run other passes at that time: they would wait for ever. "
+                    "its pipeline, which run other passes at that time: they would wait forever. "
                     "Reduce outside of the schedule's step, or within a group that has one rank of "
                     "each pipeline"
                 )

@@ -38,7 +38,7 @@ from swpipe.plans.transformer import LayerStep, Steps, Streams, paired_plan
 from swpipe.tasks.transformer.schedule_node import as_leaf, get_comm_stream, get_comp_stream
 
 _WAYS_OUT = (
-    "and would wait for each other's exchanges for ever. Build and run the same layers on all of "
+    "and would wait for each other's exchanges forever. Build and run the same layers on all of "
     "them, forward and backward"
 )
 
