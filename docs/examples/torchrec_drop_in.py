@@ -1,4 +1,4 @@
-"""A sharded model trained by name: alone, or under torchrun --nproc-per-node N."""
+"""A sharded model trained by a pipeline's name: alone, or under torchrun --nproc-per-node N."""
 
 import os
 import warnings

@@ -57,7 +57,7 @@ PLANNED = "planned"
 PLANNED_AGAIN = "planned from costs under the plan"
 
 EFFORT = 5.0
-"""The planner's effort: planning takes about a second, little compared with recording and measuring."""
+"""The planner's effort: planning takes about a second, much less than recording and measuring."""
 
 _RECORDED = 2  # iterations of a recording, which are slower than others
 _WINDOWS = 3  # windows in which costs are measured; two more on a device
