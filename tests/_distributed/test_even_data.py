@@ -97,7 +97,7 @@ def expected(ends: str, lengths: tuple[int, int], rank: int) -> Went:
     pairwise_cases(("stop", "pad"), (0, 1, 4), ("serial", "pipelined")),
 )
 def test_all_ranks_do_the_same_steps(two_ranks: Ranks, ends: str, ahead: int, kind: str) -> None:
-    """Epochs of all lengths, one after the other: the same sums, the right rest, no hang."""
+    """Epochs of all lengths follow each other: the same sums, the right rest, no hang."""
     went = two_ranks.run(_epochs, ends, LENGTHS, ahead, kind)
     for rank in range(2):
         assert went[rank] == [expected(ends, lengths, rank) for lengths in LENGTHS]
@@ -178,7 +178,7 @@ def _nothing_to_repeat(length: int) -> tuple[int, str, str]:
 
 
 def test_a_rank_without_any_batch_has_none_to_repeat(two_ranks: Ranks) -> None:
-    """An error on all ranks before the first step, unless none has data."""
+    """All ranks raise before the first step, unless none has data."""
     own, other = two_ranks.run(_nothing_to_repeat, 2)
     assert own[:2] == (0, "ValueError")
     assert "this rank has had no batch" in own[2]
@@ -240,7 +240,7 @@ def _one_dies() -> None:
 
 
 def test_a_rank_that_dies_is_an_error_at_once(spare_ranks: Ranks) -> None:
-    """The others do not wait for the timeout."""
+    """The others raise before the timeout."""
     with pytest.raises(RankDied) as caught:
         spare_ranks.run(_one_dies)
     assert "rank 0 failed" in caught.value.__notes__[0]
@@ -249,7 +249,7 @@ def test_a_rank_that_dies_is_an_error_at_once(spare_ranks: Ranks) -> None:
 
 
 def test_one_process_alone_is_one_rank() -> None:
-    """Without torch.distributed the data comes as it is."""
+    """Without torch.distributed, the data is not changed."""
     with EvenData(ahead=3) as even:
         batches = even.over([None, 1, None])
         assert list(batches) == [None, 1, None]
@@ -278,7 +278,7 @@ def test_an_iterator_that_resets_itself_still_ends() -> None:
 
 
 def test_the_rest_is_asked_for_at_the_end() -> None:
-    """Before that, steps are still to come."""
+    """An earlier call is an error, since steps are still to come."""
     batches = EvenData().over([1, 2])
     next(batches)
     with pytest.raises(RuntimeError, match="the pass has not ended"):
@@ -314,7 +314,7 @@ class Again:
 
 
 def test_a_rank_that_pads_asks_its_data_no_more() -> None:
-    """An iterator that begins again would give batches of another pass in the place of pads."""
+    """An iterator that begins again would give batches of another pass instead of padding."""
     data = Again()
     found = BesideAnother("pad", 5, pad=pad_with("pad")).over(data)
     assert [*found] == [1, 2, "pad", "pad", "pad"]
@@ -324,7 +324,7 @@ def test_a_rank_that_pads_asks_its_data_no_more() -> None:
 
 @pytest.mark.parametrize("kind", [dict, SimpleNamespace])
 def test_the_batch_that_comes_again_has_no_weight_and_is_another_object(kind: Any) -> None:
-    """Whether its weights are an item or an attribute."""
+    """This holds for weights in an item and in an attribute."""
     last = kind(x=torch.ones(2), w=torch.ones(2))
     again = pad_with_last("w")(last)
     here, there = (one if kind is dict else vars(one) for one in (last, again))

@@ -42,5 +42,5 @@ def _late_on_rank_1() -> bool:
 
 
 def test_no_rank_continues_while_another_connects(two_ranks: Ranks) -> None:
-    """One that failed at once and closed the group broke the others' connecting to it."""
+    """A rank that failed at once and closed the group broke the others' connection to it."""
     assert two_ranks.run(_late_on_rank_1) == [False, False]

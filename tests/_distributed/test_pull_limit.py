@@ -85,7 +85,7 @@ def too_late(_: Any) -> OutOfStepError:
 def test_a_pull_that_takes_too_long_is_an_error_in_the_body(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """It is written, too, for a body that is stuck in a collective."""
+    """The error is also printed, for a body that is stuck in a collective."""
     body, watched = Body(), Pass()
     limit = PullLimit(watched, body.ident, LIMIT_S, too_late)
     limit.began = 1
@@ -147,7 +147,7 @@ def test_the_time_in_which_the_process_is_stopped_does_not_count(
 def test_a_body_that_goes_on_gets_the_error_with_its_next_batch(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """What the pulling thread has raised is only written; what the body itself raises is not."""
+    """The error of the pulling thread is only printed; the body's own error is raised."""
     body, watched = Body(), Pass()
     limit = PullLimit(watched, body.ident, 600.0, too_late)
     own = PullLimit(watched, threading.get_ident(), 600.0, too_late)
@@ -162,7 +162,7 @@ def test_a_body_that_goes_on_gets_the_error_with_its_next_batch(
 
 
 def test_the_thread_ends_with_its_pass() -> None:
-    """By ``end``, or when nobody refers to the pass."""
+    """It ends by ``end``, or when nothing refers to the pass."""
     watched = Pass()
     limit = PullLimit(watched, threading.get_ident(), 600.0, too_late)
     limit.end()
@@ -187,7 +187,7 @@ def test_a_process_ends_only_where_nothing_else_ends_the_call(
     right: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The thread is interrupted, then the process groups are aborted, then the process exits."""
+    """First the thread is interrupted, then process groups are aborted, then the process exits."""
     done: list[Any] = []
     answers = iter(left)
     interruption = swpipe._engine.interruption
@@ -225,7 +225,7 @@ def _loader_hangs(timeout_s: float) -> str:
 
 
 def test_a_loader_that_hangs_is_an_error_on_all_ranks(two_ranks: Ranks) -> None:
-    """The thread that pulls waits; the callers of both ranks do so no longer than they said."""
+    """The thread that pulls waits; the callers of both ranks wait no longer than the limit."""
     other, own = two_ranks.run(_loader_hangs, 3.0)
     assert "OutOfStepError: the loader of rank 1 (generator) has not returned" in own
     assert "rank 1 did not answer within 3 s" in other

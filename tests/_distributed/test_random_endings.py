@@ -24,7 +24,7 @@ def groups_of_this_module() -> Iterator[dict[int, Ranks]]:
 
 @pytest.mark.parametrize("size", EXAMPLES)
 def test_no_rank_ends_well_with_a_wrong_number(groups: dict[int, Ranks], size: int) -> None:
-    """Each output is the plain loop's, all batches are trained where that trains them all."""
+    """Each output is the plain loop's; all batches are trained on where the plain loop does so."""
     found = {}
     for seed in seeds("endings", EXAMPLES[size]):
         ending = drawn(seed, size)

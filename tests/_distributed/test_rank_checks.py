@@ -29,7 +29,7 @@ def _depths(depths: tuple[int, int]) -> str:
 
 
 def test_ranks_with_different_plans_refuse_to_start(two_ranks: Ranks) -> None:
-    """Both ranks say which ranks hold which plan; with equal plans they run."""
+    """Both ranks say which ranks have which plan; with equal plans they run."""
     assert two_ranks.run(_depths, (3, 3)) == ["4", "4"]
     for refused in two_ranks.run(_depths, (3, 4)):
         assert "the ranks hold different plans" in refused
@@ -53,7 +53,7 @@ def _seeds(seeds: tuple[int, int], random: bool) -> list[str]:
 
 
 def test_ranks_with_different_seeds_are_warned(two_ranks: Ranks) -> None:
-    """Once, on each, where there are random tasks."""
+    """Each rank warns once if there are random tasks."""
     for told in two_ranks.run(_seeds, (5, 6), True):
         assert len(told) == 1
         assert "seed: 5 on rank 0, 6 on rank 1. Give every rank the same" in told[0]
@@ -77,7 +77,7 @@ def outlives() -> None:
 
 
 def test_a_failure_is_told_at_once_where_the_store_is_gone_with_its_rank(scripts: Scripts) -> None:
-    """Not after the time for which a connection to it is tried."""
+    """It is reported before the time-out of a connection to the store."""
     code = "from tests._distributed.test_rank_checks import outlives; outlives()"
     ranks = [Script(code, environment=one, is_torn_down=False) for one in as_torchrun(2)]
     _, told = scripts.run_together(ranks)

@@ -125,14 +125,14 @@ def _orders(first_seed: int, runs: int, dry: bool, ordered: bool) -> list[list[t
 
 
 def test_collectives_are_issued_in_one_order(two_ranks: Ranks) -> None:
-    """Whatever each rank's delays; and what they bring belongs to them."""
+    """This holds for any delays of the ranks, and the results belong to the collectives."""
     one, other = two_ranks.run(_orders, 0, RUNS, False, True)
     assert [len(order) for order in one] == [len(ORDERED) * ITERATIONS] * RUNS
     assert one == other
 
 
 def test_without_global_order_ranks_drift_apart(two_ranks: Ranks) -> None:
-    """The delays are such that it matters: only said, not done, the orders soon differ."""
+    """The delays matter: without global order, the orders soon differ."""
     one, other = two_ranks.run(_orders, 0, 5, True, False)
     assert one != other
     one, other = two_ranks.run(_orders, 0, 5, True, True)
@@ -188,7 +188,7 @@ CAUSE = "rank 1 had failed before, which may be the cause: Planted: on rank one"
 def test_a_rank_that_is_let_down_says_who_failed_first_and_of_what(
     scripts: Scripts, group: str
 ) -> None:
-    """It ends with its own error, though the other is in a collective: a run's thread or itself."""
+    """It raises its own error, though the other rank waits in a collective."""
     zero, one = scripts.run_together(
         [Script(JOB, args=(group,), environment=told) for told in as_torchrun(2)]
     )
@@ -232,7 +232,7 @@ def _each_fails_in_turn() -> list[str]:
 
 
 def test_the_rank_that_failed_first_is_noted_on_the_others_errors(two_ranks: Ranks) -> None:
-    """Its own error has no such note; it tells its task, too."""
+    """The failing rank's own error has no such note; the note also names the task."""
     first, second = two_ranks.run(_each_fails_in_turn)
     assert len(first) == 1
     assert len(second) == 2
@@ -257,7 +257,7 @@ def _after_an_old_failure() -> list[str]:
 
 
 def test_a_failure_that_was_got_over_is_not_the_cause_of_a_later_one(two_ranks: Ranks) -> None:
-    """The later one takes its place."""
+    """The later failure replaces the caught one."""
     zero, one = two_ranks.run(_after_an_old_failure)
     assert one == []
     assert "rank 1 had failed before" in zero[0]
@@ -279,7 +279,7 @@ def _after_a_caught_failure(again: bool) -> list[str]:
 
 
 def test_a_caught_failure_is_not_the_cause_of_one_in_a_later_run(two_ranks: Ranks) -> None:
-    """Also a recent one; without a later run it may be the cause."""
+    """This also holds for a recent failure; without a later run it may be the cause."""
     zero, _ = two_ranks.run(_after_a_caught_failure, False)
     assert "rank 1 had failed before" in zero[0]
     assert two_ranks.run(_after_a_caught_failure, True) == [[], []]
@@ -311,7 +311,7 @@ def raised_from(cause: Exception) -> Exception:
 def test_who_is_let_down_is_told_by_the_failure_or_by_its_cause(
     error: Exception, kind: str
 ) -> None:
-    """A lost connection, or a stall, whatever a library has made of it; all else is its own."""
+    """A lost connection or a stall, also below a library's error, means that a rank is let down."""
     assert _kind(error) == kind
 
 
@@ -335,9 +335,9 @@ def _some_are_let_down(failing: int | None) -> list[str]:
 def test_ranks_that_are_let_down_blame_no_other_victim(
     four_ranks: Ranks, failing: int | None
 ) -> None:
-    """They name the rank that failed for a reason of its own, or else the one without a word.
+    """They name the rank that failed for its own reason, or else the rank that reported nothing.
 
-    What that one has said long ago, it has got over.
+    A rank has recovered from an error that it reported long ago.
     """
     said = four_ranks.run(_some_are_let_down, failing)
     cause = "swpipe: rank 2 had failed before, which may be the cause: Planted: of its own"
@@ -358,6 +358,6 @@ def _all_are_let_down() -> list[list[str]]:
 def test_where_all_ranks_are_let_down_none_is_blamed_but_one_that_stalled(
     two_ranks: Ranks,
 ) -> None:
-    """As when the network is gone, or when one's stall ends the others."""
+    """Examples are a broken network, and a rank whose stall ends the others."""
     cause = "swpipe: rank 1 had failed before, which may be the cause: StallError: nothing moves"
     assert two_ranks.run(_all_are_let_down) == [[[], [cause]], [[], []]]

@@ -69,7 +69,7 @@ def memory_mib() -> float:
 def test_a_signal_that_raises_in_the_finalizer_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Python loses that exception, and the finalizer is cut short: the watchdog ends the run."""
+    """Python loses that exception, and the finalizer stops half-way: the watchdog ends the run."""
     lost: list[Any] = []
     ends: list[int] = []
     end = Run.end
@@ -94,7 +94,7 @@ def test_a_signal_that_raises_in_the_finalizer_leaves_no_thread(
 
 
 def test_pipelines_dropped_in_mid_flight_give_all_back_and_warn_of_the_line() -> None:
-    """Without close(): threads, descriptors and memory go back, each with a ResourceWarning."""
+    """Threads, descriptors and memory are freed without close(), with one ResourceWarning each."""
     count = 30
     make().run(range(3))
     before, before_mib = held(), memory_mib()
@@ -148,7 +148,7 @@ ENDS: dict[str, Callable[[SWPipeline, Data], object]] = {
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("plan", [piped(), spread(), SERIAL], ids=["two", "four", "serial"])
 def test_what_has_ended_is_freed_without_the_collector(plan: PipelinePlan, end: str) -> None:
-    """Drained data, and then the pipeline, without a warning: no reference cycle holds them."""
+    """Drained data, and then the pipeline, are freed silently: no reference cycle holds them."""
     with no_collector():
         pipe, data = make(plan), Data()
         pipe.fill_pipeline(data)
@@ -168,7 +168,7 @@ def test_what_has_ended_is_freed_without_the_collector(plan: PipelinePlan, end: 
 @pytest.mark.parametrize("inner_name", ["h2d", "forward"])
 @pytest.mark.parametrize("name", ["h2d", "forward", "iterator"])
 def test_a_failure_of_an_inner_pipeline_comes_through_as_itself(name: str, inner_name: str) -> None:
-    """With the notes of both; both run again."""
+    """It has the notes of both pipelines; both run again."""
     planted = Planted("inner")
     armed = [planted]
 
@@ -194,7 +194,7 @@ def test_a_failure_of_an_inner_pipeline_comes_through_as_itself(name: str, inner
 
 
 def test_successive_calls_may_come_from_different_threads() -> None:
-    """As from a pool of threads."""
+    """The calls may come from a pool of threads, for example."""
     with make() as pipe, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
         data = iter(range(8))
         out = [(one, two)[i % 2].submit(pipe.progress, data).result().batch for i in range(8)]
@@ -206,7 +206,7 @@ def test_successive_calls_may_come_from_different_threads() -> None:
 
 
 def test_close_warns_of_a_worker_that_does_not_return() -> None:
-    """With the thread group and the task; the thread ends once the task returns."""
+    """The warning names the thread group and the task; the thread ends when the task returns."""
     inside, release = threading.Event(), threading.Event()
 
     def hang(ctx: IterContext) -> None:
@@ -230,7 +230,7 @@ def test_close_warns_of_a_worker_that_does_not_return() -> None:
 @pytest.mark.parametrize("name", ["h2d", "forward"])
 @pytest.mark.parametrize("kind", [None, Planted, SystemExit])
 def test_a_task_may_close_its_pipeline(kind: type[BaseException] | None, name: str) -> None:
-    """The call says so, or has the task's own error; that of a worker comes too late."""
+    """The call raises, or has the task's own error; a worker's error comes too late."""
 
     def close(ctx: IterContext) -> None:
         if ctx.batch == 2:
@@ -249,7 +249,7 @@ def test_a_task_may_close_its_pipeline(kind: type[BaseException] | None, name: s
 
 
 def test_two_threads_may_close_at_once_and_twice() -> None:
-    """While a third drives: all return, and the call under way says why it ends."""
+    """A third thread drives: all return, and the interrupted call says why it ends."""
     for _ in range(10):
         pipe, data = make(spread()), iter(range(10**6))
         pipe.fill_pipeline(data)
@@ -295,7 +295,7 @@ class Hostile(Exception):
 def test_an_exception_that_refuses_notes_comes_out_as_itself(
     kind: type[Exception], where: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its note goes to standard error; the run ends at once, and the pipeline runs again."""
+    """Its note is printed to standard error; the run ends at once, and the pipeline runs again."""
     planted = kind()
     armed = [planted]
 
@@ -313,7 +313,7 @@ def test_an_exception_that_refuses_notes_comes_out_as_itself(
 
 @pytest.mark.parametrize("where", ["caller", "worker", "iterator", "serial"])
 def test_a_failed_iterations_context_is_freed_once_the_failure_is_handled(where: str) -> None:
-    """Without the collector: "catch out of memory, retry smaller" has the memory back."""
+    """It needs no collector: "catch out of memory, retry with less" gets the memory back."""
     refs: list[weakref.ref[Any]] = []
 
     def keep(ctx: IterContext) -> None:
@@ -366,7 +366,7 @@ def fail_at_minus_one(ctx: IterContext) -> None:
 
 
 def test_rounds_without_growth() -> None:
-    """Of threads, descriptors and memory, whatever way each round ends."""
+    """Threads, descriptors and memory do not grow, however each round ends."""
     rounds = 48
     make().run(range(3))
     before, before_mib = held(), 0.0

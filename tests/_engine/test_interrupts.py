@@ -161,9 +161,9 @@ def interrupted(
 def test_an_interrupt_at_any_place_leaves_a_pipeline_that_closes_and_runs(
     plan: PipelinePlan, step: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No thread is left; a new fill works, or after the mend it names; no task runs twice.
+    """No thread remains; a new fill works, or works as its error says; no task runs twice.
 
-    With more groups the places are the same ones more often: every fifth of them is tried.
+    With more groups the places are mostly the same: every fifth of them is tried.
     """
     # Threads that can end are waited for as long as a busy machine takes.
     monkeypatch.setattr(swpipe._engine.run, "JOIN_GRACE_S", PATIENCE_S)
@@ -184,7 +184,7 @@ def test_an_interrupt_at_any_place_leaves_a_pipeline_that_closes_and_runs(
 
 @pytest.mark.slow
 def test_an_interrupt_at_any_place_leaves_nothing_that_watches() -> None:
-    """Neither on the caller's thread, where all later operators would go through it."""
+    """Nothing remains on the caller's thread, where it would see all later operators."""
     task = PipelineTask("a", lambda ctx: torch.zeros(2).add_(1))
     plan = PipelinePlan({task: TaskSchedule()}, pipeline_depth=2)
     watched = 0

@@ -64,7 +64,7 @@ def each_plan(request: pytest.FixtureRequest) -> Iterator[SWPipeline[IterContext
 
 
 def test_batches_and_errors_come_in_the_order_of_a_plain_loop(pipe: SWPipeline) -> None:
-    """All batches are handed out, and each error comes between those before it and after it."""
+    """All batches are returned, and each error comes between its neighbours."""
     data = Rows()
     assert seen(lambda: pipe.progress(data)) == RIGHT
     assert pipe.next_iteration == 6
@@ -72,7 +72,7 @@ def test_batches_and_errors_come_in_the_order_of_a_plain_loop(pipe: SWPipeline) 
 
 
 def test_progress_without_an_iterator_goes_on_after_an_error(pipe: SWPipeline) -> None:
-    """With the one that has failed."""
+    """It goes on with the iterator that has failed."""
     pipe.fill_pipeline(data := iter([1, 2]))
     assert data is not None
     assert seen(pipe.progress) == [1, 2]
@@ -83,7 +83,7 @@ def test_progress_without_an_iterator_goes_on_after_an_error(pipe: SWPipeline) -
 
 
 def test_a_fill_raises_an_error_only_where_no_batch_comes_before(pipe: SWPipeline) -> None:
-    """Otherwise the batches before are handed out first."""
+    """Otherwise the batches before the error are returned first."""
     data = Rows()
     if pipe.plan.depth == 1:
         pipe.fill_pipeline(data)  # which pulls nothing
@@ -96,7 +96,7 @@ def test_a_fill_raises_an_error_only_where_no_batch_comes_before(pipe: SWPipelin
 
 
 def test_a_drain_hands_out_what_comes_before_an_error(pipe: SWPipeline) -> None:
-    """The next call for an iteration raises it, with whatever iterator, and then goes on."""
+    """The next call for an iteration raises it, with any iterator, and then continues."""
     data = Rows()
     with pytest.raises(Corrupt, match="bad 0"):
         pipe.progress(data)
@@ -122,7 +122,7 @@ def test_an_error_of_another_iterator_is_raised_before_a_new_one_begins(pipe: SW
 
 
 def test_what_is_dropped_has_no_error(pipe: SWPipeline) -> None:
-    """``drop`` forgets an error as it forgets batches."""
+    """``drop`` forgets an error together with the batches."""
     data = Rows()
     with pytest.raises(Corrupt, match="bad 0"):
         pipe.progress(data)
@@ -134,7 +134,7 @@ def test_what_is_dropped_has_no_error(pipe: SWPipeline) -> None:
 
 
 def test_a_task_that_fails_tells_of_an_error_that_is_dropped_with_its_batches() -> None:
-    """In a note: the iterator was called ahead, and does not raise it again."""
+    """A note says so: the iterator was called ahead, and does not raise it again."""
 
     def fail(ctx: IterContext) -> None:
         if ctx.batch == 2:

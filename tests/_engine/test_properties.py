@@ -137,9 +137,9 @@ def assert_same_bits(found: Any, wanted: Any) -> None:
 @examples("plans", EXAMPLES)
 @given(cases() | cases(most_workers=4))
 def test_every_plan_gives_the_bits_of_the_serial_run(case: Case) -> None:
-    """Outputs and parameters; each batch once, in order; never more than the depth in flight.
+    """Outputs and parameters are equal; each batch comes once, in order; the depth is a limit.
 
-    A check of effects complains of none; some states have several slots, used in turn.
+    A check of effects finds no problem; some states have several slots, used alternately.
     """
     found, machine = run_pipelined(case, check_effects=case.seed % 3 == 0)
     wanted, serial = run_serially(case, one_by_one=True)

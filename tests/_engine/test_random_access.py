@@ -115,7 +115,7 @@ class Meeting:
 
 @pytest.mark.parametrize("plan", ["pipelined", "serial"])
 def test_two_pipelines_in_two_threads_draw_what_each_draws_alone(plan: str) -> None:
-    """Exclusive access once belonged to a run, while the generators are the process's."""
+    """Exclusive access once belonged to a run, though the generators belong to the process."""
     found: dict[int, list[list[float]]] = {}
     meeting = Meeting()
 
@@ -155,7 +155,7 @@ def test_two_pipelines_in_turn_on_one_thread_draw_what_each_draws_alone() -> Non
 
 @pytest.mark.parametrize("within", ["early", "late"])
 def test_a_pipeline_driven_by_a_random_task_draws_what_it_draws_alone(within: str) -> None:
-    """The task lends its access, and draws on from where it was."""
+    """The task lends its access, and continues to draw where it stopped."""
     found: dict[int, list[float]] = {}
     inner_data = iter(range(2 * ITERATIONS))
     with pipeline(2) as inner:
@@ -173,7 +173,7 @@ def test_a_pipeline_driven_by_a_random_task_draws_what_it_draws_alone(within: st
 
 
 def test_batches_of_an_inner_pipeline_are_drawn_from_the_outer_task() -> None:
-    """As if the task called the iterator itself: no number comes twice, under any outer plan."""
+    """The draws are as if the task called the iterator itself: no number repeats."""
 
     def run(drive: Callable[[SWPipeline], Iterator[IterContext]], plan: str) -> list[Any]:
         found: list[tuple[int, list[float]]] = []
@@ -205,7 +205,7 @@ def test_batches_of_an_inner_pipeline_are_drawn_from_the_outer_task() -> None:
 
 
 def test_a_pipeline_driven_by_the_iterator_draws_what_it_draws_alone() -> None:
-    """A batch is pulled with access too; the inner pipeline's worker runs ahead on it."""
+    """A batch is pulled with access, too; the inner pipeline's worker runs ahead with it."""
     found: list[list[float]] = []
 
     def data() -> Iterator[torch.Tensor]:
@@ -227,7 +227,7 @@ def test_a_pipeline_driven_by_the_iterator_draws_what_it_draws_alone() -> None:
 
 
 def test_a_loader_draws_what_it_draws_alone_beside_a_random_task() -> None:
-    """The pull waits for the task, whose seed is that of the whole process; or the task for it."""
+    """Either the pull waits for the task, whose seed is the process's, or the task for the pull."""
     begun, drawn = set[int](), list[torch.Tensor]()
 
     def may_draw() -> bool:
@@ -265,7 +265,7 @@ def test_a_loader_draws_what_it_draws_alone_beside_a_random_task() -> None:
 
 
 def test_an_inner_worker_may_have_access_when_the_outer_takes_its_own_back() -> None:
-    """It is waited for: what it restores are the process's states, not the outer's."""
+    """The outer task waits for it: the worker restores the process's states."""
     found: list[list[float]] = []
     ahead_by_two = threading.Event()
 
@@ -333,7 +333,7 @@ def test_a_task_whose_run_fails_during_an_inner_call_ends_there(at_the_end_of_da
 def test_who_waits_for_another_pipelines_access_wakes_at_once(
     monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    """When it is given back, and when his own run fails; not at the next look."""
+    """It wakes when access is given back or its own run fails, not at the next look."""
     monkeypatch.setattr(randomness, "WAKE_S", 3 * PATIENCE_S)
     ends: list[str] = []
     mine = one_access()
@@ -365,7 +365,7 @@ def one_access() -> GeneratorAccess:
 
 
 def test_an_interrupt_right_after_seeding_loses_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were saved after seeding, by the caller of what seeded."""
+    """The caller of the seeding function saves the states after seeding."""
     seed = CpuDevice.seed_generators
 
     def interrupted(device: CpuDevice, number: int) -> None:
@@ -412,7 +412,7 @@ def interrupt_at(place: int, act: Callable[[], None]) -> bool:
 def test_an_interrupt_at_any_place_keeps_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch, ended: bool, lent: bool
 ) -> None:
-    """A run's end gives back what it holds; others find a serial iteration's block left."""
+    """A run's end gives back what it holds; others find a serial iteration's block free."""
     monkeypatch.setattr(randomness, "WAKE_S", 1e-3)
 
     def pull() -> None:
@@ -447,7 +447,7 @@ def test_an_interrupt_at_any_place_keeps_nobody_waiting(
 
 
 def test_cancelling_takes_no_lock() -> None:
-    """A signal handler may do it on the very thread that has the lock, or while another has it."""
+    """A signal handler may cancel on the thread that has the lock, or while another has it."""
     access = one_access()
     taken, release = threading.Event(), threading.Event()
 
@@ -469,7 +469,7 @@ def test_cancelling_takes_no_lock() -> None:
 
 
 def test_a_child_process_waits_for_no_thread_of_its_parent() -> None:
-    """Such as a worker that was drawing when the process was forked."""
+    """The parent's thread may be a worker that drew when the process was forked."""
     drawing_now, forked = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def test_the_time_in_which_a_process_is_stopped_is_no_stall(scripts: Scripts) -> None:
-    """Where a look counts whatever time has passed, it is one."""
+    """It would be a stall if a look counted all the time since the previous one."""
     done = scripts.run(Script(module="tests._engine.test_stopped_process"))
     told = "thread group 'default': inside task 'stop' of iteration 0"
     assert done[:2] == (0, f"1\n{told}\n"), done.stderr

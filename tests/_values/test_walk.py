@@ -174,7 +174,7 @@ NESTINGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("nest", NESTINGS.values(), ids=NESTINGS)
 def test_a_tensor_is_found_and_replaced_in_any_nesting(nest: Any) -> None:
-    """Mapping gives the same type with the new tensor in place of the old, which is untouched."""
+    """The result has the same type, with the new tensor instead of the old one, which is intact."""
     t, other = x(1), x(2)
     value = nest(t)
     assert list(map(id, tensors_in(value))) == [id(t)]
@@ -186,7 +186,7 @@ def test_a_tensor_is_found_and_replaced_in_any_nesting(nest: Any) -> None:
 
 
 def test_other_contents_survive_a_rebuild() -> None:
-    """Attributes, default factories, lengths and labels."""
+    """These are attributes, default factories, lengths and labels."""
     streamable = Streamable(x())
     streamable.cached = [1, 2]
     assert map_tensors(streamable, Tensor.clone).cached == [1, 2]
@@ -220,7 +220,7 @@ def test_what_is_shared_stays_shared() -> None:
 
 
 def test_containers_are_new_and_other_objects_are_leaves() -> None:
-    """Modules, plain objects, arrays, iterators and classes are not looked into, nor copied."""
+    """Modules, plain objects, arrays, iterators and classes are neither searched nor copied."""
     module = torch.nn.Linear(2, 2)
     for leaf in (module, Opaque(x()), x().numpy(), iter([x()]), Plain, Streamable, lambda: x()):
         assert list(tensors_in([leaf])) == []
@@ -263,7 +263,7 @@ class Averages(Movable):
 
 
 def test_objects_with_to_are_never_made_anew() -> None:
-    """Most are no containers; their tensors are found where one only looks."""
+    """Most are no containers; their tensors are found by a search that only looks."""
     t = x()
     for value in (Slotted(t), Averages([t]), Averages({"a": Slotted(t)})):
         assert map_tensors([value], Tensor.clone)[0] is value
@@ -273,7 +273,7 @@ def test_objects_with_to_are_never_made_anew() -> None:
 
 
 def test_a_registered_class_with_to_is_opened_as_registered() -> None:
-    """And moved by its ``to`` where that is asked for, as a dataclass or a dict with one is."""
+    """It is moved by its ``to`` if that is asked for, as is a dataclass or a dict with ``to``."""
 
     class Late(Movable):
         def __init__(self, x: Tensor) -> None:
@@ -317,7 +317,7 @@ def test_children_created_by_flatten_are_kept_apart() -> None:
 
 
 def test_a_class_registered_late_is_opened_from_then_on() -> None:
-    """Having been a leaf is not remembered."""
+    """It is not remembered as a leaf."""
 
     class Late:
         def __init__(self, x: Tensor) -> None:
@@ -331,7 +331,7 @@ def test_a_class_registered_late_is_opened_from_then_on() -> None:
 
 
 def test_nodes_have_names_and_children() -> None:
-    """Each container is shown once, with its keys and what it holds."""
+    """Each container is shown once, with its keys and contents."""
     t = x()
     value = {"a": [t], "b": Frozen(t)}
     outer, listing, frozen = nodes_in(value)
@@ -361,7 +361,7 @@ class OnDevice(Tensor):
 
 
 def test_every_tensor_on_the_device_is_recorded_once_per_stream() -> None:
-    """Nested and shared tensors are recorded for all streams; those on the host are let be."""
+    """Nested and shared tensors are recorded for all streams; those on the host are not."""
     t = OnDevice.of(x())
     value = {
         "a": [t, x()],
@@ -404,9 +404,9 @@ class Hiding:
 
 
 def test_an_object_that_hides_its_tensors_records_for_itself() -> None:
-    """Its own method is called where no tensor can be seen in it, and only there.
+    """Its own method is called if no tensor can be seen in it, and only then.
 
-    An empty list met again says nothing of tensors.
+    An empty list that is met again does not show tensors.
     """
     empty: list[int] = []
     hiding, twice, showing = Hiding(None), Hiding([empty, empty]), Hiding([x()])
@@ -442,7 +442,7 @@ def test_tensors_made_of_others_are_recorded_part_by_part(monkeypatch: pytest.Mo
 
 
 def test_a_keyed_jagged_tensor_keeps_its_cached_fields() -> None:
-    """All tensors are mapped, and what it worked out on the host need not be worked out again."""
+    """All tensors are mapped, and what was computed on the host need not be computed again."""
     torchrec = pytest.importorskip("torchrec")
     kjt = torchrec.KeyedJaggedTensor(
         keys=["f", "g"],
@@ -478,7 +478,7 @@ def test_a_tensordict_is_rebuilt_whole() -> None:
 
 
 def test_what_was_walked_over_is_held_by_nobody() -> None:
-    """Not even until the collector comes: it may be a batch on the device."""
+    """They are freed without the collector: a batch may be on the device."""
     gc.collect()
     gc.disable()
     try:
@@ -493,7 +493,7 @@ def test_what_was_walked_over_is_held_by_nobody() -> None:
 
 
 def test_a_module_is_a_leaf_even_if_it_is_a_dataclass() -> None:
-    """It has a state of its own, and is never made anew."""
+    """It has its own state, and is never rebuilt."""
 
     @dataclass(eq=False)
     class Layer(torch.nn.Module):

@@ -89,7 +89,7 @@ def replace_lists(plan: PipelinePlan, **changes: object) -> PipelinePlan:
 @pytest.mark.slow
 @pytest.mark.parametrize("distance", [-2, -1, 0, 1, 2])
 def test_the_order_is_what_the_clocks_of_a_run_know(distance: int) -> None:
-    """In the shortest run that has both iterations, for every pair of tasks: no more, no less."""
+    """They agree for every pair of tasks in the shortest run that has both iterations."""
     sure = 0
     for seed, plan in enumerate(random_plans()):
         before = HappensBefore.of(resolve_plan(plan), streams=True)
@@ -108,7 +108,7 @@ def test_the_order_is_what_the_clocks_of_a_run_know(distance: int) -> None:
 @pytest.mark.examples
 @pytest.mark.slow
 def test_what_holds_in_the_shortest_run_holds_in_longer_ones() -> None:
-    """For every pair of iterations of a run of five."""
+    """This holds for every pair of iterations of a run of five."""
     refuted = 0
     for seed, plan in enumerate(random_plans()):
         before = HappensBefore.of(resolve_plan(plan), streams=True)
@@ -139,7 +139,7 @@ def two_streams(**more: object) -> PipelinePlan:
 def test_a_launch_limit_orders_the_device(group: str, ahead: int) -> None:
     """When an iteration is admitted, the one ``depth + run_ahead`` before it is done.
 
-    Whichever thread goes on from there knows it.
+    Any thread that continues from there knows it.
     """
     plan = two_streams(pipeline_depth=3, run_ahead=ahead)
     first = TaskSchedule(stream="left", thread_group=group)
@@ -151,7 +151,7 @@ def test_a_launch_limit_orders_the_device(group: str, ahead: int) -> None:
 
 
 def test_an_event_that_may_not_be_recorded_yet_orders_nothing() -> None:
-    """A program without its host waits has none of the order that its events would bring."""
+    """A program without its host waits has none of the order that its events would give."""
     program = compile_plan(resolve_plan(piped()), streams=True)
     assert HappensBefore(program).device("dist", "forward", 0)
     lanes = [
@@ -164,7 +164,7 @@ def test_an_event_that_may_not_be_recorded_yet_orders_nothing() -> None:
 
 
 def test_an_iteration_is_framed_by_its_admission_and_its_retirement() -> None:
-    """On the host; and retirement waits for all device work."""
+    """This is an order on the host; and retirement waits for all device work."""
     before = HappensBefore.of(resolve_plan(piped()), streams=True)
     for name in piped().schedule:
         assert before.host(ADMIT, name, 0)
@@ -176,7 +176,7 @@ def test_an_iteration_is_framed_by_its_admission_and_its_retirement() -> None:
 def test_a_call_of_the_loader_comes_after_what_is_before_it_on_the_callers_stream(
     group: str | None,
 ) -> None:
-    """It is the stream of its device work. Its own is done when it returns."""
+    """It is the stream of the loader's device work. Other work of the loader is done at return."""
     plan = replace(piped(), pull_group=group, pipeline_depth=5)
     before = HappensBefore.of(resolve_plan(plan), streams=True)
     assert before.keeps(PULL, "h2d", 0)
@@ -222,7 +222,7 @@ def test_an_edge_to_an_iteration_that_may_not_exist_orders_nothing() -> None:
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_two_tasks_may_run_beside_each_other_as_far_apart_as_the_depth_allows(depth: int) -> None:
-    """From a depth of 3 on they do so two iterations apart, although one apart they never do."""
+    """From a depth of 3 on, they overlap two iterations apart, but never one apart."""
     schedule = {"ahead": TaskSchedule(0, thread_group="io"), "last": TaskSchedule(1)}
     plan = PipelinePlan(schedule, same_period_deps=[("last", "ahead")], pipeline_depth=depth)
     before = HappensBefore.of(resolve_plan(plan), streams=False)

@@ -56,7 +56,7 @@ main()
 
 @pytest.mark.slow
 def test_the_hardest_plans_stay_within_memory(scripts: Scripts, tmp_path: Path) -> None:
-    """Success or one line, in an address space of 4 GiB."""
+    """The command succeeds, or prints one line, within an address space of 4 GiB."""
     limited = []
     for make in (most_tasks, most_work, most_distance, unknown_names):
         plan = tmp_path / f"{make.__name__}.json"

@@ -256,7 +256,7 @@ def check(kind: type[Way], loader: Any, program: list[Act], then: type[Way] | No
 )
 @pytest.mark.parametrize(("kind", "loader"), CASES, ids=lambda one: getattr(one, "__name__", one))
 def test_a_way_to_run_does_what_the_plain_loop_does(kind: type[Way], loader: str) -> None:
-    """Whatever is asked of it."""
+    """This holds for any program of calls."""
 
     def programs(program: list[Act]) -> None:
         check(kind, loader, program)

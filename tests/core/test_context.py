@@ -87,7 +87,7 @@ def pipeline(plan: PipelinePlan = PLAN) -> SWPipeline[Ctx]:
 
 
 def test_pipelined_and_serial_iterations_have_contexts_of_the_class() -> None:
-    """However an iteration comes out, its context is of the class; methods and properties work."""
+    """This holds for every way to get the context; methods and properties work."""
     with pipeline() as pipe:
         found = [
             [*pipe.iterate(BATCHES)],
@@ -110,7 +110,7 @@ def test_replays_and_traces_work_with_the_class() -> None:
 
 
 def test_profiles_and_autotune_work_with_the_class() -> None:
-    """They make pipelines and recordings of their own, with contexts of the class."""
+    """They make pipelines and recordings with contexts of the class."""
     with pipeline() as pipe:
         result = TaskProfiler(pipe).profile(1, num_warmup=1, num_measure=1, num_rounds=2)
     assert set(result.exposed_s) == {"make", "compute", "count"}
@@ -137,8 +137,8 @@ def effects(recording: Recording, name: str) -> tuple[set[str], set[str]]:
 def test_a_recording_sees_what_methods_and_properties_do() -> None:
     """It lists the attributes behind them, and neither methods nor properties themselves.
 
-    What every class has is no attribute; one with a default in the class is, before some task sets
-    it and after.
+    What every class has is no attribute. One with a default in the class is, before and after some
+    task sets it.
     """
     seen = Notes()
 
@@ -162,7 +162,7 @@ def test_a_recording_sees_what_methods_and_properties_do() -> None:
 def test_a_recorded_context_is_of_the_class_and_made_like_it() -> None:
     """``isinstance`` holds, ``__init__`` has run, and its attributes are not those of a task.
 
-    Who first asks for a cached property comes before who finds it there.
+    The task that first computes a cached property counts as its producer.
     """
 
     class Made(TypedContext):
@@ -196,7 +196,7 @@ def test_a_recorded_context_is_of_the_class_and_made_like_it() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_context_makes_on_the_device_is_there_for_every_stream(seed: int) -> None:
-    """Made on the caller's stream, with a batch on the host: other streams wait for it."""
+    """It is made on the caller's stream, with a batch on the host: other streams wait for it."""
     device = VirtualDevice(seed=seed)
 
     class Made(TypedContext):
@@ -259,7 +259,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("given", "text"), REFUSED, ids=lambda value: str(value)[:30])
 def test_a_class_that_cannot_be_used_is_refused(given: Any, text: str) -> None:
-    """By the pipeline and by the recording, with what to write instead."""
+    """The pipeline and the recording refuse it, and say what to write instead."""
     with pytest.raises(TypeError, match=text):
         SWPipeline(PLAN, TASKS, device="cpu", context=given)
     with pytest.raises(TypeError, match=text):
@@ -267,7 +267,7 @@ def test_a_class_that_cannot_be_used_is_refused(given: Any, text: str) -> None:
 
 
 def test_all_that_is_wrong_with_a_class_is_told_at_once() -> None:
-    """One line for each reason."""
+    """The error has one line for each reason."""
 
     class Both(Slotted, Shared):
         """A context class with slots and a shared list."""

@@ -88,26 +88,26 @@ def read_costs(text: str) -> None:
 @examples("files", QUICK)
 @given(data=mostly(PLANS))
 def test_a_plan_of_any_values_is_read_or_refused(data: Any) -> None:
-    """Strange names, numbers and tables at every place of a plan."""
+    """The values are strange names, numbers and tables at every place of a plan."""
     read_plan(json.dumps(data), toml=False)
 
 
 @examples("files", QUICK)
 @given(text=edited(piped(3).to_toml()))
 def test_a_plan_of_any_toml_is_read_or_refused(text: str) -> None:
-    """A good file with a part of it replaced."""
+    """A part of a good file is replaced."""
     read_plan(text, toml=True)
 
 
 @examples("files", QUICK)
 @given(text=edited(piped(3).to_json()))
 def test_a_plan_of_any_json_is_read_or_refused(text: str) -> None:
-    """A good file with a part of it replaced."""
+    """A part of a good file is replaced."""
     read_plan(text, toml=False)
 
 
 @examples("files", QUICK)
 @given(text=COSTS.map(json.dumps) | edited(MODEL.to_json()))
 def test_costs_of_any_values_are_read_or_refused(text: str) -> None:
-    """Strange names and numbers, and a good file with a part of it replaced."""
+    """The values are strange names and numbers, or a part of a good file is replaced."""
     read_costs(text)

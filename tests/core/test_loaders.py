@@ -94,15 +94,15 @@ NOT_APART: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", [*APART, *NOT_APART])
 def test_what_is_known_to_be_apart(name: str) -> None:
-    """Sequences, and torch's loaders with workers and torch's samplers.
+    """These are sequences, and torch's loaders with workers and torch's samplers.
 
-    Nothing that runs code of its own in this process, or draws in mid-pass from what was given.
+    Nothing else is: it may run code in this process, or draw during the pass from its arguments.
     """
     assert is_apart({**APART, **NOT_APART}[name]()) == (name in APART)
 
 
 def test_a_given_generator_can_be_watched() -> None:
-    """It is told, and a loader whose generators are watched is apart."""
+    """Its draws are reported, and a loader whose generators are watched is apart."""
     given = generator()
     one = loader(sampler=RandomSampler(range(12), generator=given))
     assert generators_in_pass(one) == [given]
@@ -116,7 +116,7 @@ def changed(what: object, attribute: str, value: object) -> Callable[[], None]:
 
 
 def test_what_samplers_read_in_mid_pass_is_compared() -> None:
-    """Indices, sizes and samplers that are replaced are seen; what a pass reads once is not."""
+    """Replaced indices, sizes and samplers are seen; what a pass reads once is not compared."""
     indices, replaced = SubsetRandomSampler((0, 1, 2)), RandomSampler(range(12))
     batches = BatchSampler(indices, 2, drop_last=False)
     pulled = loader(batch_sampler=batches)

@@ -64,7 +64,7 @@ def added(plan: PipelinePlan) -> dict[str, Any]:
 
 @pytest.mark.parametrize("suffix", [".toml", ".json"])
 def test_it_goes_to_a_file_and_back(tmp_path: Path, suffix: str) -> None:
-    """At any value, and at its default, where nothing is written."""
+    """It may have any value; a default is not written."""
     path = tmp_path / f"plan{suffix}"
     paper().save(path)
     assert PipelinePlan.load(path) == paper()
@@ -86,7 +86,7 @@ def test_ranks_must_agree_on_it() -> None:
 
 
 def test_published_planners_keep_it() -> None:
-    """Lists, lookaheads and the joint search move tasks, and leave the rest as it is."""
+    """Lists, lookaheads and the joint search move tasks, and keep everything else."""
     costs, limits = recsys14.costs(), recsys14.limits()
     plans = [
         list_schedule(paper(), costs).plan,
@@ -97,7 +97,7 @@ def test_published_planners_keep_it() -> None:
 
 
 def test_the_planner_keeps_it() -> None:
-    """Stages and thread groups are new, the rest is the plan's."""
+    """Stages and thread groups are new; everything else is the plan's."""
     costs = recsys14.costs()
     found = auto_plan(paper(), costs, limits=Limits(), effort=0.01, streams=False).plan
     assert found.schedule != paper().schedule
@@ -105,7 +105,7 @@ def test_the_planner_keeps_it() -> None:
 
 
 def test_new_plans_have_it() -> None:
-    """The serial plan and the inferred one, at its default."""
+    """The serial plan and the inferred one have it, with its default."""
     tasks = tuple(PipelineTask(name, print) for name in "ab")
     inferred = Recording(tasks, {}, {}, frozenset(), ()).plan()
     for plan in (PipelinePlan.serial(tasks), inferred):

@@ -23,7 +23,7 @@ def count_to(total: int | None, **given: object) -> None:
 def test_a_file_has_no_bar_and_few_states(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first and the last, and one every ten seconds."""
+    """They are the first and the last, and one every ten seconds."""
     count_to(3)
     states = capfd.readouterr().err.rstrip().split("\r")
     assert [state.partition(" [")[0].split() for state in states if state] == [
@@ -36,13 +36,13 @@ def test_a_file_has_no_bar_and_few_states(
 
 
 def test_what_is_not_asked_for_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """With ``shown=False``."""
+    """With ``shown=False`` nothing is printed."""
     count_to(3, shown=False)
     assert capfd.readouterr().err == ""
 
 
 def test_on_a_terminal_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is written over, and stands in a line of its own at the end."""
+    """The line is overwritten, and is complete at the end."""
     terminal, end = pty.openpty()
     termios.tcsetwinsize(end, (24, 80))
     with os.fdopen(end, "w", encoding="utf-8") as stderr, os.fdopen(terminal, "rb") as screen:

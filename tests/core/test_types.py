@@ -205,12 +205,12 @@ def test_a_right_program_has_no_errors(program: str, errors: dict[str, dict[int,
 
 
 def test_a_misspelt_attribute_is_found(errors: dict[str, dict[int, str]]) -> None:
-    """Read or set, in a task and outside, with its line."""
+    """It is found when read or set, in a task and outside, with its line."""
     assert sorted(errors["misspelt"]) == marked(MISSPELT)
     assert all('"Ctx" has no attribute "lsos"' in each for each in errors["misspelt"].values())
 
 
 def test_each_wrong_call_is_found(errors: dict[str, dict[int, str]]) -> None:
-    """Misspelt names, wrong types and missing arguments over the public surface."""
+    """These are misspelt names, wrong types and missing arguments over the public interface."""
     assert sorted(errors["wrong"]) == marked(WRONG)
     assert len(marked(WRONG)) >= 35

@@ -33,7 +33,7 @@ SEEDS_TO_TRY = 200
 def test_a_few_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(
     kind: Kind, cases: Callable[[int], Case]
 ) -> None:
-    """The small part of the next test: without any one of the guards some of these go wrong."""
+    """This is a small part of the next test: without one of the guards, some plans fail."""
     assert {seed: wrong for seed in QUICK[cases] if (wrong := kind.run(cases(seed)))} == {}
 
 
@@ -43,10 +43,10 @@ def test_a_few_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(
 def test_random_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(
     kind: Kind, cases: Callable[[int], Case]
 ) -> None:
-    """Outputs, states and draws; also where values go early, or are saved outside of the context.
+    """Outputs, states and draws are equal, also with early freeing and offloaded memory.
 
     Streams are late and events adversarial: no race, early wait, use after free, or running ahead.
-    Seeded, so that a failure names what to run again.
+    The seed of a failure says what to run again.
     """
     assert {
         seed: wrong for seed in seeds("plans", kind.plans) if (wrong := kind.run(cases(seed)))
@@ -57,9 +57,9 @@ def test_random_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(
 def test_each_guard_stands_and_is_missed(
     kind: Kind, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same case goes wrong without the guard, and is right with it.
+    """The same case fails without the guard, and passes with it.
 
-    The virtual device finds what the guard was to prevent; on others something is wrong.
+    The virtual device detects what the guard prevents; on other devices a result is wrong.
     """
 
     def run(seed: int) -> object:

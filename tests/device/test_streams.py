@@ -81,7 +81,7 @@ def test_tasks_run_on_the_stream_that_the_plan_names(device: Device) -> None:
 def test_a_task_that_leaves_another_stream_current_misleads_nobody(
     device: Device, group: str
 ) -> None:
-    """Neither the tasks after it, nor the user's iterator, nor the caller."""
+    """It misleads neither the next tasks, nor the user's iterator, nor the caller."""
     mine, astray = device.current_stream(), device.new_stream(StreamSpec())
     streams = Streams(device)
 
@@ -110,7 +110,7 @@ def test_a_task_that_leaves_another_stream_current_misleads_nobody(
 
 
 def test_another_current_stream_in_mid_flight_is_refused(device: Device) -> None:
-    """The stream on which the pipeline was filled is the one that retirement joins."""
+    """Retirement joins the stream on which the pipeline was filled."""
     plan = PipelinePlan({PipelineTask("a", lambda ctx: None): TaskSchedule(0, "side")})
     data = iter(range(4))
     with pipeline(plan, device) as pipe:

@@ -57,7 +57,7 @@ def _dense(layer: Any, x: Tensor, times: Tensor) -> Tensor:
 
 
 def test_the_layer_is_the_dense_reference_for_each_sequence() -> None:
-    """For sequences of any lengths, empty ones too; none sees another, nor what comes later."""
+    """Sequences have any lengths, also 0; none sees another one, nor later tokens."""
     layer = _layer()
     for lengths in ([LONGEST], [0, 3, 1], [2, 0, LONGEST, 0]):
         tokens, times = _tokens(lengths)

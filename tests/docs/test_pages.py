@@ -140,7 +140,7 @@ def test_every_guarantee_says_how_it_is_checked() -> None:
 
 
 def test_each_example_has_a_line_on_the_page_of_examples() -> None:
-    """With the first sentence of its docstring."""
+    """The line is the first line of its docstring."""
     rows = []
     for script in sorted((DOCS / "examples").glob("*.py")):
         says = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""

@@ -90,10 +90,10 @@ def _declared(tasks: SparseDistTasks) -> dict[str, dict[str, str]]:
 
 
 def test_every_state_that_is_used_is_declared(one_process: None) -> None:
-    """With a schedule, clipping, a fused optimizer and batch normalisation; all is put back.
+    """The step has a schedule, clipping, a fused optimizer and batch norm; all is restored.
 
-    The rate within the kernel is no state of its own: a look-up sets it and takes it. Nor is the
-    kernel's scratch memory: all tasks that use it are ordered, since they use the tables.
+    The rate within the kernel is no separate state: a look-up sets and uses it. Nor is the kernel's
+    scratch memory: all tasks that use it are ordered, since they use the tables.
     """
     tasks = _tasks("split")
     before = [parameter.detach().clone() for parameter in tasks.model.parameters()]
@@ -140,10 +140,10 @@ def test_a_task_that_does_the_work_of_two_declares_the_states_of_both(
 
 
 def test_tasks_that_set_the_current_batch_are_ordered(one_process: None) -> None:
-    """The replaced forwards are one for all batches: two threads would set them at one time.
+    """The replaced forwards serve all batches: two threads would set them at the same time.
 
-    Only a stale plan lets the next look-up run beside this batch's dense half, and only one that
-    does not have the two take turns since they communicate.
+    Only a stale plan lets the next look-up overlap with this batch's dense half; other plans order
+    the two since they communicate.
     """
     tasks = _tasks("split").tasks()
     stale = plans.semi_sync()

@@ -259,9 +259,9 @@ def sliced(job: Job) -> Callable[[Any], Any]:
 
 @pytest.mark.parametrize(("name", "run"), [*zip(LIES, cycle(RUNS))])
 def test_a_lie_stops_within_two_iterations(name: str, run: Run) -> None:
-    """The error names the task and what it touched, and says what pure means.
+    """The error names the task and what it accessed, and says what pure means.
 
-    What others change shows only after they have changed it, when the task is some ahead.
+    What others change shows only after the change, when the task is some iterations ahead.
     """
     make, names = LIES[name]
     job = Job()
@@ -419,7 +419,7 @@ def trained_by_others(job: Job) -> list[PipelineTask]:
 
 @pytest.mark.parametrize(("name", "run"), [*zip(HONEST, cycle(RUNS))])
 def test_honest_tasks_run_to_the_end(name: str, run: Run) -> None:
-    """With the numbers of the plain loop; those of random tasks are the pipeline's."""
+    """The numbers are the plain loop's; those of random tasks are the pipeline's."""
     job = Job()
     losses = [ctx.loss.detach() for ctx in run(job, HONEST[name](job))]
     assert len(losses) == BATCHES
@@ -431,7 +431,7 @@ def test_honest_tasks_run_to_the_end(name: str, run: Run) -> None:
 
 
 def test_batches_of_a_list_may_be_read_in_many_epochs() -> None:
-    """Other tasks have read them too, and the model has been trained meanwhile."""
+    """Other tasks have read them, too, and the model has been trained since."""
     job = Job()
     tasks = job.tasks(job.looked_up)
     tasks.append(PipelineTask("look", lambda ctx: setattr(ctx, "most", ctx.batch.max())))
@@ -441,7 +441,7 @@ def test_batches_of_a_list_may_be_read_in_many_epochs() -> None:
 
 @pytest.mark.parametrize(("who", "run"), [("decode", under_a_plan), ("train", under_overlap)])
 def test_what_is_compiled_stays_compiled(who: str, run: Run) -> None:
-    """Neither a pure task that is watched nor the training beside it falls back to eager code."""
+    """A watched pure task and the training next to it do not fall back to eager code."""
     calls: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -466,7 +466,7 @@ def test_what_is_compiled_stays_compiled(who: str, run: Run) -> None:
 def test_what_a_lie_touched_is_named_without_a_look_at_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where ``parameter.grad`` is read while another thread trains, torch 2.13 may crash."""
+    """If ``parameter.grad`` is read while another thread trains, torch 2.13 may crash."""
     looked: list[object] = []
     monkeypatch.setattr(states, "grad_or_none", looked.append)
     job = Job()
@@ -494,7 +494,7 @@ def test_what_a_task_drops_is_freed_while_it_is_watched() -> None:
 
 
 def test_lies_are_let_go_where_nobody_looks() -> None:
-    """``check_effects=False`` is the user's own word."""
+    """``check_effects=False`` is the user's own choice."""
     job = Job()
     tasks = job.tasks(LIES["a trained parameter"][0](job))
     with SWPipeline(AHEAD, tasks, device="cpu", check_effects=False) as pipe:
@@ -506,7 +506,7 @@ def test_lies_are_let_go_where_nobody_looks() -> None:
 
 @pytest.mark.parametrize("how", ["deletes", "rebinds"])
 def test_a_pure_task_without_the_order_of_what_an_undeclared_one_made(how: str) -> None:
-    """The plan has the two the other way round; what each does to the context is watched."""
+    """The plan has the two in reverse order; what each does to the context is watched."""
 
     def make(ctx: Any) -> None:
         ctx.batch.add_(1.0)
@@ -543,7 +543,7 @@ def test_modes_are_watched_where_nothing_is_compiled_and_only_there() -> None:
 
 
 def test_a_mode_that_differs_from_that_of_the_run_before_is_switched() -> None:
-    """By somebody beside the task: within each run it was the same."""
+    """Other code has switched it between the runs: within each run it was the same."""
     model, other = nn.Linear(1, 1), nn.Linear(1, 1)
     modes = ModuleModes(eager=True)
     for training in (True, True, False):

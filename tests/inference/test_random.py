@@ -54,7 +54,7 @@ def seen(recording: Recording, workload: Workload) -> dict[str, tuple[set[str], 
 @examples("plans", 15)
 @given(st.randoms(use_true_random=False))
 def test_recorded_effects_are_the_stated_ones(rng: random.Random) -> None:
-    """Attributes and states; and the dependences imply the order of the serial run."""
+    """Attributes and states are recorded; the dependences imply the order of the serial run."""
     workload = random_workload(rng)
     machine = TorchMachine(workload, lambda: None)
     tasks = [replace(task, io=[*task.io, WORD]) for task in tasks_of(machine, workload, draws=True)]

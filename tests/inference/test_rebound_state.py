@@ -78,7 +78,7 @@ def outputs(plan: PipelinePlan, tasks: list[PipelineTask], **options: Any) -> li
 def test_a_reader_ahead_is_refused_at_the_first_iteration_that_shows_it(
     make: Callable[[], State], depth: int, group: str
 ) -> None:
-    """However far apart the two are kept by what limits the iterations in flight.
+    """The limit on iterations in flight may keep the two apart.
 
     A reader that waits for it gives the serial numbers, checked in all iterations.
     """
@@ -97,7 +97,7 @@ def test_a_reader_ahead_is_refused_at_the_first_iteration_that_shows_it(
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_table_that_is_made_once(waits: bool) -> None:
-    """Who reads it ever after must come after the one that makes it, on the iteration before."""
+    """Every later reader must come after the iteration before, on which it was made."""
     made: list[torch.Tensor] = []
 
     def read(ctx: IterContext) -> None:
@@ -118,7 +118,7 @@ def test_a_table_that_is_made_once(waits: bool) -> None:
 
 
 def test_a_table_made_by_the_first_of_two_that_the_plan_orders_within_an_iteration() -> None:
-    """The one that makes it runs ahead as it likes: nobody replaces it."""
+    """The task that makes it may run ahead: nothing replaces it."""
     made: list[torch.Tensor] = []
 
     def decode(ctx: IterContext) -> None:
@@ -135,7 +135,7 @@ def test_a_table_made_by_the_first_of_two_that_the_plan_orders_within_an_iterati
 
 
 def test_what_a_task_keeps_of_its_last_context() -> None:
-    """Another task made it on an iteration before, and may be ahead."""
+    """Another task made it on an earlier iteration, and may be ahead."""
     last: list[torch.Tensor] = [torch.zeros(1)]
 
     def decode(ctx: IterContext) -> None:
@@ -150,7 +150,7 @@ def test_what_a_task_keeps_of_its_last_context() -> None:
 
 
 def test_what_is_used_up_by_the_one_that_reads_it() -> None:
-    """Its memory is gone when the reader has returned."""
+    """Its memory is freed when the reader has returned."""
     box: list[torch.Tensor] = []
 
     def take(ctx: IterContext) -> None:

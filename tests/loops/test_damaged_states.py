@@ -86,7 +86,7 @@ CHANGES: tuple[Callable[[Any], Any], ...] = (without, lambda _: 5)
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_damaged_state_is_refused_in_words(name: str) -> None:
-    """Any part is another value, or is missing; what is taken can be gone on with."""
+    """One part is another value, or missing; a state that is accepted can be continued."""
     taken = 0
     loop = made(name)
     for state in saved(name):
@@ -108,7 +108,7 @@ def test_a_damaged_state_is_refused_in_words(name: str) -> None:
 
 
 def test_a_state_of_another_version_is_refused() -> None:
-    """It is said which."""
+    """The error names the version."""
     with made("a tuple") as loop:
         with pytest.raises(ValueError, match="its version is 99, and this swpipe has 5"):
             loop.load_state_dict(saved("a tuple")[0] | {"version": 99})

@@ -104,7 +104,7 @@ def in_place() -> dict[str, Any]:
 
 
 def test_batches_get_memory_of_the_callers_stream() -> None:
-    """They are copied on another one, and trained on to the same bits."""
+    """They are copied on another stream, and training gives the same bits."""
     wanted = trained(PlainBatch)
     InPlaceBatch.streams.clear()
     odd = backend.misbehaving(late_streams=200.0, poison=True) if SIMULATED else nullcontext()
@@ -117,7 +117,7 @@ def test_batches_get_memory_of_the_callers_stream() -> None:
 
 
 def test_a_batch_that_cannot_be_copied_so_is_told() -> None:
-    """With what its ``to`` has to do."""
+    """The error says what its ``to`` has to do."""
     with pytest.raises(TypeError, match=r"PlainBatch\.to takes no data_copy_stream: let it take"):
         trained(PlainBatch, **in_place())
 

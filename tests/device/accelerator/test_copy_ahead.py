@@ -220,14 +220,14 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_batches_are_those_of_the_plain_loop(form: str, slow: None) -> None:
-    """In place, type, strides and value; what is no tensor is kept."""
+    """Places, type, strides and values are equal; what is no tensor is kept."""
     batches = [FORMS[form](i) for i in range(BATCHES)]
     assert_same(overlapped(batches, flat), plain(batches, flat))
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_passes_in_other_modes_use_the_same_buffers(mode: Callable[[], Any], slow: None) -> None:
-    """What inference mode makes could not be written outside of it."""
+    """Memory of inference mode could not be written outside of it."""
     batches = [(filled(i),) for i in range(BATCHES)]
     plan = prefetch_plan([], [PipelineTask("use", lambda ctx: None)], device=DEVICE)
     with SWPipeline(plan, device=DEVICE) as pipe:
@@ -243,14 +243,14 @@ def test_passes_in_other_modes_use_the_same_buffers(mode: Callable[[], Any], slo
 
 
 def test_a_tensor_that_is_there_twice_is_copied_once(slow: None) -> None:
-    """And is one tensor on the device."""
+    """It is one tensor on the device, too."""
     x = filled(1)
     same = overlapped([(x, {"again": x})] * 3, lambda batch: batch[0] is batch[1]["again"])
     assert same == [True] * 3
 
 
 def test_what_is_on_the_device_or_has_no_tensor_is_the_same_object(slow: None) -> None:
-    """Also a module, which ``to`` would change in place."""
+    """This includes a module, which ``to`` would change in place."""
     there, module, other = filled(1).to(DEVICE), nn.Linear(2, 2), object()
     batches = [(there, module, other)] * 3
     found = overlapped(
@@ -261,7 +261,7 @@ def test_what_is_on_the_device_or_has_no_tensor_is_the_same_object(slow: None) -
 
 
 def test_gradients_of_a_batch_reach_the_host(slow: None) -> None:
-    """As in a plain loop."""
+    """They do so as in a plain loop."""
 
     def gradients(ahead: bool) -> list[Tensor]:
         batches = [(filled(i).requires_grad_(), filled(2)) for i in range(5)]
@@ -293,7 +293,7 @@ def consumer_waits() -> list[int]:
 
 
 def test_a_task_reads_what_was_copied() -> None:
-    """It waits for the copy; without a wait for earlier copies a buffer is written too soon."""
+    """It waits for the copy; without a wait for earlier copies a buffer is written too early."""
     with backend.misbehaving(link_us_per_mib=LINK):
         assert consumer_waits() == []
         with pytest.MonkeyPatch.context() as patch:
@@ -315,7 +315,7 @@ def pool_of(plan: Any) -> Any:
 def test_no_copy_reads_what_a_later_one_has_written(
     most: int, batches: list[list[int]], link: float
 ) -> None:
-    """Whatever the sizes; with so many buffers at most, each large enough."""
+    """This holds for any sizes, with a limited number of buffers that are large enough."""
     pool = PinnedPool(resolve(DEVICE), most)
     kept: list[Transfer] = []
     with backend.misbehaving(late_streams=100.0, link_us_per_mib=link):
@@ -329,7 +329,7 @@ def test_no_copy_reads_what_a_later_one_has_written(
 
 
 def test_a_copy_that_fails_midway_keeps_its_buffer() -> None:
-    """Until the copies that were submitted before have ended; no other is made."""
+    """It keeps it until earlier copies have ended; no other buffer is made."""
     pool = PinnedPool(resolve(DEVICE), 1)
     first, last = (
         Transfer(one, torch.empty_like(one, device=DEVICE)) for one in map(filled, (1, 2))
@@ -346,7 +346,7 @@ def test_a_copy_that_fails_midway_keeps_its_buffer() -> None:
 
 @pytest.mark.parametrize("serial", [False, True])
 def test_buffers_are_used_again(serial: bool, slow: None) -> None:
-    """There are as many as iterations in flight, over passes, batches of any size and serially."""
+    """There is one per iteration in flight, over passes, sizes and serial iterations."""
     addresses: set[int] = set()
     batches = [(filled(i + 1), torch.ones(1 + 50 * i)) for i in range(BATCHES)]
     plan = prefetch_plan([], [PipelineTask("use", lambda ctx: None)], device=DEVICE, depth=2)
@@ -375,7 +375,7 @@ class PartlyThere(Movable):
 
 
 def test_an_object_with_a_part_on_the_device_is_not_pinned() -> None:
-    """Its ``to`` moves what is left; and a task that reads it waits for what is there."""
+    """Its ``to`` moves the rest; a task that reads it waits for the part on the device."""
     batches = [PartlyThere(filled(i).to(DEVICE), torch.tensor([i])) for i in range(3)]
     assert all(map(resolve(DEVICE).holds_work, batches))
     assert not resolve(DEVICE).holds_work(Movable(filled(0), torch.tensor([0])))
@@ -413,7 +413,7 @@ def groups(loop: Any) -> set[str | None]:
 
 
 def test_what_only_launches_copies_takes_no_thread() -> None:
-    """Of batches that others pin, or that are pinned; filling pinned memory takes one."""
+    """Such batches are pinned already; to fill pinned memory takes a thread."""
 
     @swpipe.task(pure=True)
     def decode(ctx: IterContext) -> None:
@@ -435,7 +435,7 @@ def test_what_only_launches_copies_takes_no_thread() -> None:
 
 
 def test_without_a_thread_copies_run_while_the_caller_computes() -> None:
-    """While the first step is held the next batch arrives."""
+    """The next batch arrives while the first step is held."""
     backend.clear_log()
     gates: list[backend.Gate] = []
 
@@ -452,7 +452,7 @@ def test_without_a_thread_copies_run_while_the_caller_computes() -> None:
 
 @pytest.mark.parametrize("batches", ["pinned", "workers"])
 def test_without_a_thread_a_pass_is_left_saved_and_gone_on_with(batches: str) -> None:
-    """Each pass trains the plain loop's batches."""
+    """Each pass trains on the plain loop's batches."""
     plainly = [batch.sum().item() for batch in fed(batches)]
     with swpipe.overlap(fed(batches), [adding_up()], device=DEVICE) as loop:
         assert [ctx.sum.item() for ctx in loop] == plainly
@@ -470,7 +470,7 @@ def test_without_a_thread_a_pass_is_left_saved_and_gone_on_with(batches: str) ->
 
 
 def test_without_a_thread_an_error_comes_in_its_turn() -> None:
-    """That of the copy, when the steps before are done."""
+    """The copy's error is raised when the previous steps are done."""
 
     class Unmovable:
         def to(self, device: torch.device) -> None:
@@ -495,7 +495,7 @@ def await_copies(count: int) -> None:
 
 @pytest.mark.parametrize("placed", [False, True], ids=["device=", "after decode"])
 def test_copies_run_while_the_caller_computes(placed: bool) -> None:
-    """While the first step is held, later batches arrive; its tasks before the copy do not wait."""
+    """Later batches arrive while the first step is held; its tasks before the copy do not wait."""
     backend.clear_log()
     gates: list[backend.Gate] = []
 
@@ -546,7 +546,7 @@ class Broken:
 
 @pytest.mark.parametrize("answer", [OSError("no room"), None])
 def test_an_object_that_cannot_be_moved(answer: Any, slow: None) -> None:
-    """Raises what its ``to`` raised, when the batches before are done; the next pass is whole."""
+    """The error of its ``to`` is raised after the previous batches; the next pass is complete."""
     data: list[Any] = [filled(0), filled(1), (filled(2), Broken(answer)), filled(3)]
     done: list[int] = []
 
@@ -568,7 +568,7 @@ def test_an_object_that_cannot_be_moved(answer: Any, slow: None) -> None:
 
 
 def test_a_pass_may_be_left_and_closed_in_the_middle_of_copies() -> None:
-    """Nothing of it reaches a later pass."""
+    """No part of it reaches a later pass."""
     with backend.misbehaving(link_us_per_mib=10 * LINK, poison=True):
         data = [filled(i) for i in range(8)]
         for _ in range(2):
@@ -591,7 +591,7 @@ def adding_up() -> PipelineTask:
 
 
 def test_an_evaluation_on_another_device_within_the_loop(slow: None) -> None:
-    """Each loop copies to its own device; the caller's stays current."""
+    """Each loop copies to its own device; the caller's device stays current."""
     data = [filled(i) for i in range(5)]
     with (
         swpipe.overlap(data, [adding_up()], device="sim:0") as loop,
@@ -606,7 +606,7 @@ def test_an_evaluation_on_another_device_within_the_loop(slow: None) -> None:
 
 
 def test_a_loader_in_turn_is_copied_in_turn(slow: None) -> None:
-    """With the same values; nothing is ahead."""
+    """The values are equal; nothing is ahead."""
     data = [filled(i) for i in range(5)]
     with swpipe.overlap(data, [adding_up()], device=DEVICE, pull_ahead=False) as loop:
         assert [float(ctx.sum) for ctx in loop] == [ROWS * float(i) for i in range(5)]
@@ -645,7 +645,7 @@ def test_a_task_that_is_called_copy_is_refused() -> None:
 
 
 def test_a_recording_sees_a_pure_task() -> None:
-    """Its buffers are no state: nobody else uses them, and a profile must not put them back."""
+    """Its buffers are no state: no other code uses them, and a profile must not restore them."""
     tasks = [copy_task(DEVICE), adding_up()]
     recording = record(tasks, filled(1), device=DEVICE)
     assert recording.plan().deps == (("add up", "copy"),)
@@ -655,7 +655,7 @@ def test_a_recording_sees_a_pure_task() -> None:
 
 
 def test_the_profiler_and_a_trace_know_the_copy(slow: None) -> None:
-    """As any other task: a row of exposed time, a shortcut, spans on its stream."""
+    """It is like any other task: it has an exposed time, a shortcut, spans on its stream."""
     data = [filled(i) for i in range(4)]
     plan = prefetch_plan([], [adding_up()], device=DEVICE)
     with SWPipeline(plan, device=DEVICE) as pipe:

@@ -90,7 +90,7 @@ def drained(group: str, *, caller_waits: bool = True) -> list[int]:
 
 @pytest.mark.parametrize("group", ["default", "io"])
 def test_drain_hands_out_what_the_device_is_still_at(group: str) -> None:
-    """The host does not wait, the caller's stream does; and the same iterator goes on."""
+    """The caller's stream waits, not the host; and the same iterator goes on."""
     assert drained(group) == []
 
 
@@ -169,13 +169,13 @@ def pulled_before_waiting(depth: int, group: str, run_ahead: int | None = None) 
 def test_the_host_runs_ahead_by_so_many_iterations(
     depth: int, run_ahead: int | None, group: str
 ) -> None:
-    """No fewer, and no more: the next batch is pulled when the device is done with the first."""
+    """No fewer and no more: the next batch is pulled when the device has finished the first."""
     ahead = 1 if run_ahead is None else run_ahead
     assert pulled_before_waiting(depth, group, run_ahead) == depth + ahead
 
 
 def test_without_back_pressure_the_host_runs_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All batches are pulled while the device has not done the first iteration."""
+    """All batches are pulled before the device has finished the first iteration."""
     unguarded.back_pressure(monkeypatch)
     assert pulled_before_waiting(2, "default") == 20
 
@@ -222,7 +222,7 @@ def test_a_failure_keeps_the_memory_of_what_is_still_read() -> None:
 
 
 def test_without_the_hold_it_would_be_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is behind the gate reads memory that was freed."""
+    """What is behind the gate reads freed memory."""
     monkeypatch.setattr(Run, "_abandon", lambda run: None)
     with backend.misbehaving(poison=True):
         assert read_after_a_failure() != []
@@ -261,14 +261,14 @@ def test_after_a_failure_the_caller_comes_after_what_was_submitted() -> None:
 
 
 def test_without_the_join_the_caller_comes_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads what was there before."""
+    """It reads the previous values."""
     monkeypatch.setattr(Run, "_abandon", lambda run: None)
     assert seen_after_a_failure(caller_waits=False) == 0.0
 
 
 @pytest.mark.parametrize("place", ["a task", "a worker's task", "the iterator", "the caller"])
 def test_after_any_failure_the_next_run_is_right(place: str) -> None:
-    """The failure comes out as itself while a stream stands; what follows has the right values."""
+    """The failure is raised unchanged while a stream is held; the next run is right."""
     gates, failing, seen = Gates(at=1), threading.Event(), dict[int, Tensor]()
     failing.set()
 

@@ -75,7 +75,7 @@ def plan_of(tasks: list[PipelineTask]) -> PipelinePlan:
 
 
 def test_a_clean_loop_has_no_findings() -> None:
-    """Copies from pinned memory, training, clipping; sums that stay on the device."""
+    """It copies from pinned memory, trains and clips; sums stay on the device."""
     total = torch.zeros((), device=DEVICE)
 
     def add(ctx: IterContext) -> None:
@@ -89,7 +89,7 @@ def test_a_clean_loop_has_no_findings() -> None:
 
 
 def test_a_clean_loop_with_masks_has_no_findings() -> None:
-    """Shapes that do not depend on data; an exchange that comes first; a value read late."""
+    """Shapes do not depend on data; an exchange comes first; a value is read late."""
     out = torch.zeros(()).pin_memory()
 
     def exchange(ctx: IterContext) -> None:
@@ -157,7 +157,7 @@ WAITS = {
 
 
 def test_each_wait_for_the_device_is_found() -> None:
-    """At its line, once per iteration; nothing else is. A tensor of values is an unpinned copy."""
+    """It has its line, once per iteration; a tensor of values is an unpinned copy."""
     found = examined(training(*WAITS), batches())
     assert sorted(rules(found)) == sorted((rule, last_line(fn)) for fn, rule in WAITS.items())
     assert all(one.text.endswith("; 1 per iteration") for one in found)
@@ -173,7 +173,7 @@ def blocking(ctx: IterContext) -> None:
 
 @pytest.mark.parametrize(("fault", "rule"), [(unpinned, "unpinned-copy"), (blocking, "host-sync")])
 def test_a_copy_that_does_not_overlap_is_found(fault: Any, rule: str) -> None:
-    """From memory that is not pinned; or from pinned memory, but blocking."""
+    """It comes from unpinned memory, or is blocking."""
     assert rules(examined(training(first=fault), batches())) == [(rule, last_line(fault))]
 
 
@@ -202,7 +202,7 @@ def test_a_wait_in_an_autograd_function_is_found() -> None:
 def test_a_variable_that_keeps_streams_in_turn_is_found(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One connection for several streams; or kernels that block."""
+    """It allows one connection for several streams, or makes kernels block."""
     monkeypatch.setenv(name, "1")
     rule = "connections" if "CONNECTIONS" in name else "blocking-setting"
     assert rules(examined(training(), batches())) == [(rule, f"{name}=1")]
@@ -222,7 +222,7 @@ def test_more_streams_than_connections_are_found() -> None:
 
 
 def test_what_torch_tells_of_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait that no operator shows: torch's sync debug mode warns of it, where there is one."""
+    """Torch's sync debug mode, if any, warns of a wait that no operator shows."""
     modes: list[Any] = []
     module = torch.get_device_module(DEVICE)
     monkeypatch.setattr(module, "get_sync_debug_mode", lambda: 0, raising=False)
@@ -244,7 +244,7 @@ def test_what_torch_tells_of_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_other_warnings_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sync debug mode takes its own warnings only."""
+    """Sync debug mode catches its own warnings only."""
     module = torch.get_device_module(DEVICE)
     monkeypatch.setattr(module, "get_sync_debug_mode", lambda: 0, raising=False)
     monkeypatch.setattr(module, "set_sync_debug_mode", lambda mode: None, raising=False)

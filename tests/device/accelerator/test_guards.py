@@ -194,14 +194,14 @@ GUARDS = (
 def test_every_value_is_right_only_with_the_guard(
     guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No stream reads too soon, and no block is reused early; on this device neither is luck."""
+    """No stream reads too early, and no block is reused early; this device makes both certain."""
     assert guard.case() == []
     guard.remove(monkeypatch)
     assert guard.case() != []
 
 
 def test_the_allocator_gives_a_freed_block_again_at_once() -> None:
-    """What these tests stand on: a stream that frees a block gets it back with its next tensor."""
+    """These tests rely on it: a stream that frees a block gets it back with its next tensor."""
     warm_up()
     first = filled(1.0)
     place = first.data_ptr()

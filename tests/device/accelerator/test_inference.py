@@ -52,7 +52,7 @@ def recording() -> Recording:
 
 
 def test_the_device_needs_the_orders_that_the_cpu_needs(recording: Recording) -> None:
-    """Parameters, gradients, momentum and counters are found wherever they are."""
+    """Parameters, gradients, momentum and counters are found on the device, too."""
     found = {one[:3] for one in recording.dependences().needed}
     assert found == {one[:3] for one in recording_on("cpu").dependences().needed}
     assert {("forward", "step", 1), ("report", "count", 0), ("count", "report", 1)} <= found
@@ -84,7 +84,7 @@ def test_without_the_inferred_orders_they_are_not(recording: Recording) -> None:
 
 
 def test_recording_leaves_no_trace_on_the_device() -> None:
-    """State and generators are as they were."""
+    """State and generators are as before."""
     training = Training()
     draws = torch.get_device_module(DEVICE.type).get_rng_state
 

@@ -111,7 +111,7 @@ def misbehaving() -> AbstractContextManager[object]:
 
 
 def test_streams_change_nothing(deterministic: None) -> None:
-    """By pairs and node by node on a stream of their own, by the training plan on the caller's."""
+    """Pairs and nodes run on a separate stream; the training plan runs on the caller's."""
     expected = trained_by_plan(model(), serially=True)
     outputs, gradients = expected[: len(NUMBERS)], expected[len(NUMBERS) :]
     set_streams(torch.Stream(device=DEVICE))

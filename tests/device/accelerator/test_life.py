@@ -75,7 +75,7 @@ class Counting(AcceleratorDevice):
 
 
 def test_a_thousand_iterations_leave_memory_flat() -> None:
-    """Device memory, host memory and the number of events stand where they stood after warm-up."""
+    """Device memory, host memory and the number of events are the same as after warm-up."""
     batch = pinned(2**16)
     warm_up()
     device = Counting(DEVICE)
@@ -121,18 +121,18 @@ def peak_blocks(iterations: int) -> float:
 
 
 def test_memory_is_bounded_by_depth_and_run_ahead() -> None:
-    """However fast the host is, few more than these iterations' blocks are alive."""
+    """Few more blocks than those of these iterations are alive, however fast the host is."""
     assert peak_blocks(60) <= 6.1
 
 
 def test_without_back_pressure_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that runs ahead piles up blocks that the device has yet to be done with."""
+    """A host that runs ahead piles up blocks that the device has not finished with."""
     unguarded.back_pressure(monkeypatch)
     assert peak_blocks(60) > 10
 
 
 def test_a_failed_run_leaves_nothing_and_the_next_is_right() -> None:
-    """The failure comes out as itself; device memory goes back; the pipeline runs again."""
+    """The failure is raised unchanged; device memory is freed; the pipeline runs again."""
     batch = pinned(2**20)
     warm_up()
     before = held()[0]

@@ -73,7 +73,7 @@ def test_a_trace_has_the_streams_spans() -> None:
 
 @needs_gpu_clock
 def test_streams_overlap_in_a_trace() -> None:
-    """As they do on the device."""
+    """They overlap in the trace as on the device."""
     spans = device_spans()
     ahead = [(s.start_ns, s.end_ns) for (task, _), s in spans.items() if task == "ahead"]
     for i in range(10, 20):
@@ -83,10 +83,10 @@ def test_streams_overlap_in_a_trace() -> None:
 
 @pytest.mark.skipif(not SIMULATED, reason="needs a device that writes a log")
 def test_a_trace_agrees_with_the_devices_own_log() -> None:
-    """Times on both differ by one offset: then every span lies around its work in the log.
+    """Times on both differ by one offset: then every span contains its work in the log.
 
-    A span may be longer than the work, on a machine that is busy: its events are before and after.
-    The log is in the order of the streams.
+    A span may be longer than the work on a busy machine: its events are before and after. The log
+    is in the order of the streams.
     """
     spans = device_spans()
     log = [work for work in backend.log() if work.name == "lag"]
@@ -105,7 +105,7 @@ def test_a_trace_agrees_with_the_devices_own_log() -> None:
 
 
 def test_a_stream_object_has_its_own_row() -> None:
-    """A stream object in a plan is distinct from the caller's stream in the trace too."""
+    """It is distinct from the caller's stream in the trace, too."""
     mine = own_stream()
     warm_up()
     plan = PipelinePlan({spinning("a", 1.0): TaskSchedule(0, mine)})

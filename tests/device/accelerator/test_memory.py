@@ -40,7 +40,7 @@ def peaks(seed: int) -> tuple[int, int, int]:
 
 
 def test_a_plan_with_keep_holds_what_its_order_needs_and_one_batch_more() -> None:
-    """On streams; on one stream not that. A plan that keeps all holds up to its depth."""
+    """This holds on streams, not on one stream. A plan that keeps all holds up to its depth."""
     warm_up()
     work = HeldBatches(DEVICE, 2**16, spin)
     for stages, stream, group in ARRANGEMENTS:
@@ -52,7 +52,7 @@ def test_a_plan_with_keep_holds_what_its_order_needs_and_one_batch_more() -> Non
 
 
 def test_random_plans_allocate_what_is_predicted() -> None:
-    """Within a tenth; what the allocator reserves is more."""
+    """The prediction is within a tenth; what the allocator reserves is more."""
     found = {seed: peaks(seed) for seed in range(8)}
     assert {seed: p for seed, p in found.items() if not 0.9 <= p[0] / p[1] <= 1.1} == {}
     assert all(reserved >= allocated for _, allocated, reserved in found.values())
@@ -115,10 +115,10 @@ class SlowWork:
 
 @pytest.mark.parametrize("run_ahead", [0, 3])
 def test_a_device_that_is_behind_holds_no_more_than_is_predicted(run_ahead: int) -> None:
-    """Of several streams, whose memory the allocator gives out again when they are done with it.
+    """The allocator reuses memory of several streams when they have finished with it.
 
-    On an idle machine it holds just that; a host that is kept from launching holds less. Of several
-    threads another one may come first on a busy machine: one run of three is as predicted.
+    On an idle machine it holds exactly that; a host that cannot launch in time holds less. With
+    several threads, another one may come first on a busy machine: one run of three is as predicted.
     """
 
     def is_more(seed: int) -> bool:

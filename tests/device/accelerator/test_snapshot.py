@@ -55,12 +55,12 @@ def saved_and_restored(device: str) -> tuple[float, float]:
 
 
 def test_a_snapshot_waits_for_every_stream(device: str) -> None:
-    """What was submitted before is in the copy; what was submitted later does not come after it."""
+    """Work that was submitted before is in the copy; later work is not."""
     assert saved_and_restored(device) == (1.0, 1.0)
 
 
 def test_without_waiting_state_would_be_torn(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy is made too soon, and the change after the snapshot outlives it."""
+    """The copy is made too early, and the change after the snapshot survives it."""
     monkeypatch.setattr(AcceleratorDevice, "synchronize", lambda device: None)
     assert saved_and_restored(device) != (1.0, 1.0)
 
@@ -95,7 +95,7 @@ def test_a_profile_leaves_the_training_as_it_was() -> None:
 
 
 def test_training_repeats_from_a_snapshot(device: str) -> None:
-    """What is restored trains on to the same bits."""
+    """Training from the restored state gives the same bits."""
     with training(device) as (made, pipe):
         means(pipe, batches(1) * 5)
         snapshot = Snapshot([Owner(*one) for one in made.owners().items()], resolve(device))

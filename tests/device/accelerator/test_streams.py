@@ -55,7 +55,7 @@ def origin() -> torch.Event:
 
 @pytest.mark.parametrize("group", ["default", "io"])
 def test_kernels_on_two_streams_overlap(group: str) -> None:
-    """One iteration's work on one stream runs beside another's, from one thread or from two."""
+    """One iteration's work on one stream overlaps another's, from one thread or from two."""
     marks: dict[str, dict[int, Mark]] = defaultdict(dict)
     plan = PipelinePlan(
         {
@@ -75,7 +75,7 @@ def test_kernels_on_two_streams_overlap(group: str) -> None:
 
 
 def test_a_copy_overlaps_with_a_kernel() -> None:
-    """A copy from pinned memory runs beside the iteration before it."""
+    """A copy from pinned memory overlaps the previous iteration."""
     marks: dict[str, dict[int, Mark]] = defaultdict(dict)
     batch = torch.arange(COPIED, dtype=torch.int32).pin_memory()
 

@@ -112,7 +112,7 @@ def trained(
 def test_a_plan_trains_to_the_serial_plans_bits(
     make: Any, name: str, streams: int, tmp_path: Path
 ) -> None:
-    """However late and few the streams are; the caller's device is the first one throughout."""
+    """This holds for late and for few streams; the caller's device is always the first one."""
     if make is clicks and not HAS_POLARS:
         pytest.skip("needs polars")
     serial = trained(make, None, DEVICES[-1], tmp_path)

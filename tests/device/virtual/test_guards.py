@@ -21,7 +21,7 @@ def broken_off(cases: Callable[[int], Any], seeds: Iterable[int]) -> dict[int, o
 
 @pytest.mark.parametrize("cases", [random_case, keeping_case])
 def test_failing_and_closing_break_no_rule_of_the_device(cases: Callable[[int], Any]) -> None:
-    """What a broken-off run leaves on the device is ordered before whatever comes next."""
+    """What a failed run leaves on the device is ordered before the next work."""
     assert broken_off(cases, range(10)) == {}
 
 
@@ -63,5 +63,5 @@ def test_what_a_failing_task_drops_is_held() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [random_case, keeping_case])
 def test_failing_and_closing_break_no_rule_in_many_plans(cases: Callable[[int], Any]) -> None:
-    """The same of more plans."""
+    """The previous test runs on more plans."""
     assert broken_off(cases, range(10, 40)) == {}

@@ -85,7 +85,7 @@ def test_busy_resources_are_waited_for(
     second: tuple[TaskSchedule, TaskCost],
     other: tuple[TaskSchedule, TaskCost],
 ) -> None:
-    """The second has a longer path than the other, but wants what the first has."""
+    """The second task has a longer path than the other, but needs the first one's resource."""
     entries = {"first": first, "second": second, "other": other}
     plan = PipelinePlan({name: entry for name, (entry, _) in entries.items()})
     costs = CostModel({name: cost for name, (_, cost) in entries.items()})
