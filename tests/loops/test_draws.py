@@ -307,7 +307,7 @@ ROWS = torch.rand(8, 2)
     ],
 )
 def test_a_loader_is_known_by_its_type(loader: Any, known: bool) -> None:
-    """torch's loaders of existing data draw nothing after the first batch of a pass."""
+    """Torch's loaders of existing data draw nothing after the first batch of a pass."""
     assert draws_nothing(loader) is known
 
 

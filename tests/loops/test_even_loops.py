@@ -137,7 +137,7 @@ def differs(ends: str, way: str, then: str) -> list[int]:
 def test_the_numbers_are_those_of_even_data(
     two_ranks: Ranks, ends: str, way: str, then: str
 ) -> None:
-    """Batches, sums over the ranks and random numbers, on both ranks, bit for bit."""
+    """Batches, sums over the ranks and random numbers are equal on both ranks, bit for bit."""
     assert two_ranks.run(differs, ends, way, then) == [[], []]
 
 
@@ -157,7 +157,7 @@ def _made_here() -> list[int]:
 
 
 def test_the_time_of_pulls_does_not_decide_on_several_ranks(two_ranks: Ranks) -> None:
-    """The ranks agree at each pull that is ahead: all of them make the same pulls ahead."""
+    """The ranks agree on each pull that is ahead: all of them make the same pulls ahead."""
     assert two_ranks.run(_made_here) == [[0, 0], [0, 0]]
 
 
@@ -196,7 +196,7 @@ def _left_apart() -> list[list[int]]:
 
 
 def test_a_pass_may_be_left_where_ranks_have_pulled_differently(two_ranks: Ranks) -> None:
-    """The next one begins at the same step on all ranks."""
+    """The next pass begins at the same step on all ranks."""
     assert two_ranks.run(_left_apart) == [[[0, 1], list(range(9))]] * 2
 
 
@@ -223,7 +223,7 @@ def _leaves_while_it_waits() -> bool:
 
 
 def test_a_pass_that_is_left_waits_for_no_rank(two_ranks: Ranks) -> None:
-    """Its thread ends, though the other rank does not say whether it has a batch."""
+    """Its thread ends, though the other rank does not report whether it has a batch."""
     assert two_ranks.run(_leaves_while_it_waits) == [True, True]
 
 
@@ -253,7 +253,7 @@ def test_a_pass_that_one_rank_leaves_alone_is_an_error_on_the_others(two_ranks: 
 
 
 def test_an_iterator_has_one_pass() -> None:
-    """What was pulled ahead of a pass that is left would be missing in the next."""
+    """What was pulled ahead in a pass that was left would be missing in the next pass."""
     with EvenData() as even:
         with pytest.raises(TypeError, match="an iterator .generator., which has one pass"):
             even.loader(k for k in range(3))
@@ -269,7 +269,7 @@ def test_an_iterator_has_one_pass() -> None:
     ],
 )
 def test_what_a_pull_may_touch_is_that_of_the_loader(loader: Any, pad: Any, why: str) -> None:
-    """``overlap`` pulls it ahead where it would pull that one, unless it calls a pad."""
+    """``overlap`` pulls it ahead as it would the loader, unless it calls a pad."""
     with EvenData("stop" if pad is None else "pad", pad=pad) as even:
         given = even.loader(loader)
         if why:

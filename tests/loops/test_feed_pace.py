@@ -59,7 +59,7 @@ def heavy_tails(samples: int, seed: int) -> list[float]:
 
 
 def test_completion_order_is_three_times_as_fast_as_the_synchronous_loop() -> None:
-    """With heavy tails, 32 workers, batches of 16 and staleness 4."""
+    """Durations have heavy tails; 32 workers make batches of 16 with staleness 4."""
     for seed in range(2):
         durations = heavy_tails(640, seed)
         synchronous = Simulation(FeedPace(16, 0, False, None), 16, 32, durations).run()
@@ -68,14 +68,14 @@ def test_completion_order_is_three_times_as_fast_as_the_synchronous_loop() -> No
 
 
 def test_a_sample_in_the_order_asked_has_the_version_of_its_position() -> None:
-    """Whatever the durations are."""
+    """This holds for any durations."""
     pace = FeedPace(4, 2, False, None)
     Simulation(pace, 4, 5, heavy_tails(30, 0)).run()
     assert pace.arrivals == [Arrival(i, max(0, i // 4 - 2)) for i in range(30)]
 
 
 def test_completion_order_hands_out_what_is_there() -> None:
-    """A sample that takes long is overtaken as long as its version may be trained."""
+    """A slow sample is overtaken as long as its version may still be trained on."""
     pace = FeedPace(1, 3, True, None)
     Simulation(pace, 1, 2, [100.0, *[1.0] * 9]).run()
     assert [each.number for each in pace.arrivals][:4] == [1, 2, 3, 0]
@@ -102,7 +102,7 @@ def random_walk(pace: FeedPace, batch: int, samples: int, draw: random.Random) -
 
 
 def test_no_order_of_answers_and_losses_makes_a_sample_too_old() -> None:
-    """Counted by position, in random runs; each sample comes once; the run never gets stuck."""
+    """Positions are counted in random runs; each sample comes once; the run never hangs."""
     for seed in seeds("paces", 300):
         draw = random.Random(seed)
         batch, staleness, samples = draw.randint(1, 5), draw.randint(0, 4), draw.randint(0, 40)

@@ -189,7 +189,7 @@ def overlapped(loop: Any) -> list[Any]:
 
 @pytest.mark.parametrize("make", [OfAccelerate, OfFabric])
 def test_an_overlapped_loop_equals_the_tools_own(make: Any) -> None:
-    """Losses, rates, flags, gathered rows, evaluations, states and random numbers."""
+    """Losses, rates, flags, gathered rows, evaluations, states and random numbers are equal."""
     torch.manual_seed(3)
     expected = plainly(make())
     torch.manual_seed(3)
@@ -198,7 +198,7 @@ def test_an_overlapped_loop_equals_the_tools_own(make: Any) -> None:
 
 
 def test_a_prepared_loader_with_workers_runs_ahead_without_a_word() -> None:
-    """Accelerate's samplers are known, also one that seeds itself in each pass."""
+    """Accelerate's samplers are known, also the one that seeds itself in each pass."""
 
     def made() -> OfAccelerate:
         torch.manual_seed(3)
@@ -230,7 +230,7 @@ def test_a_loop_over_a_prepared_loader_that_is_left_begins_anew() -> None:
 
 @pytest.mark.parametrize("stopped", [6, 9, 12])
 def test_a_loop_of_accelerate_goes_on_where_it_was_stopped(stopped: int) -> None:
-    """In the middle of an accumulation, at the end of an epoch, and in the second one."""
+    """It stops in the middle of an accumulation, at the end of an epoch, or in the second one."""
 
     def train_from(loop: OfAccelerate, contexts: Any, epoch: int) -> list[Any]:
         return [
@@ -268,7 +268,7 @@ def test_a_loop_of_accelerate_goes_on_where_it_was_stopped(stopped: int) -> None
 
 
 def test_a_loader_that_sends_batches_to_other_processes_is_refused() -> None:
-    """Its collectives would run beside those of tasks."""
+    """Its collectives would overlap with those of tasks."""
     accelerator = accelerate.Accelerator(
         cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)
     )
@@ -279,7 +279,7 @@ def test_a_loader_that_sends_batches_to_other_processes_is_refused() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda loader: (batch for batch in loader), iter])
 def test_a_prepared_loader_in_a_generator_is_refused(wrap: Any) -> None:
-    """Its flags would be those of a later batch. Accelerate forgets it; what to give is said."""
+    """Its flags would be a later batch's. Accelerate forgets it; the error says what to give."""
     loop = OfAccelerate()
     with swpipe.overlap(wrap(loop.loader), loop.tasks, pull_ahead=True, device="cpu") as contexts:
         with pytest.raises(RuntimeError, match="Accelerate prepared.*or ahead the loader itself"):
@@ -317,7 +317,7 @@ class Skipping(OfAccelerate):
     ],
 )
 def test_each_kind_of_prepared_loader_in_a_plan_of_ones_own(make: Any, steps: list[int]) -> None:
-    """Losses, rates, flags, gathered rows, evaluations in mid-epoch by another prepared loader."""
+    """Losses, rates, flags, gathered rows and evaluations by another loader are equal."""
     torch.manual_seed(3)
     expected = plainly(make())
     torch.manual_seed(3)
@@ -354,7 +354,7 @@ def made(pull_group: str | None = None) -> SWPipeline[Any]:
 
 @pytest.mark.parametrize("wrap", [lambda loader: loader, enumerate, through_a_generator])
 def test_a_prepared_loader_that_is_pulled_ahead_is_refused(wrap: Callable[[Any], Any]) -> None:
-    """Whatever wraps it; Accelerate forgets the pass, and other loaders are taken then."""
+    """Any wrapper of it is refused; Accelerate forgets the pass, and accepts other loaders then."""
     loader = OfAccelerate().loader
     with made("loader") as pipe:
         for call in (pipe.run, lambda given: pipe.fill_pipeline(iter(given))):
@@ -365,7 +365,7 @@ def test_a_prepared_loader_that_is_pulled_ahead_is_refused(wrap: Callable[[Any],
 
 
 def test_an_iterator_that_has_begun_is_refused() -> None:
-    """By its generator: it is known to Accelerate already. So is a batch that is pushed."""
+    """Its generator shows it: Accelerate knows it already. A pushed batch is refused, too."""
     batches = iter(OfAccelerate().loader)
     batch = next(batches)
     for call in (lambda: pipe.progress(batches), lambda: pipe.push(batch)):
@@ -374,7 +374,7 @@ def test_an_iterator_that_has_begun_is_refused() -> None:
 
 
 def test_the_adapter_is_iterated_over_by_a_loop() -> None:
-    """Which lets Accelerate forget the pass; a loader that was not prepared needs no adapter."""
+    """The loop makes Accelerate forget the pass; an unprepared loader needs no adapter."""
     loader = swpipe.loops.AccelerateLoader(OfAccelerate().loader)
     with made() as pipe, pytest.raises(RuntimeError, match="swpipe.loops.ResumableLoop"):
         pipe.run(loader)
@@ -383,7 +383,7 @@ def test_the_adapter_is_iterated_over_by_a_loop() -> None:
 
 
 def test_tasks_that_ask_before_the_flags_are_shown_are_refused() -> None:
-    """The plan is verified for it: a task of which nothing is declared may ask."""
+    """The plan is verified for the flags: an undeclared task may read them."""
     loop = OfAccelerate()
     tasks = swpipe.loops.AccelerateLoader(loop.loader).tasks(declared(loop.tasks))
     plan = prefetch_plan([UNPACK, "decode", "forward"], [SHOW, "backward", "step"])

@@ -24,7 +24,7 @@ def make(own: bool) -> Any:
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("at", range(1, EPOCHS * BATCHES + 1))
 def test_what_follows_a_break_is_the_rest_of_the_pass(own: bool, at: int) -> None:
-    """Also where that has no batch; the numbers are those of a run that was never stopped."""
+    """The rest may have no batch; the numbers are those of a run that was never stopped."""
     torch.manual_seed(1)
     loop = make(own)
     right = [batch.tolist() for _ in range(EPOCHS) for batch in loop]

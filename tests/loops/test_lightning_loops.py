@@ -109,14 +109,14 @@ def fit(module: Own, ckpt_path: Any = None, **options: Any) -> list[Any]:
 
 
 def test_a_loop_in_place_of_the_loader_trains_as_lightning_does() -> None:
-    """Every batch, with the evaluations in mid-epoch where they would be."""
+    """It trains on every batch, with the evaluations at the same steps."""
     expected = fit(Own(), val_check_interval=4)
     assert len(expected[0]) >= 2 + EPOCHS * (BATCHES + 2 * 5)  # sanity check, batches, evaluation
     torch.testing.assert_close(fit(OverLoop(), val_check_interval=4), expected, rtol=0, atol=0)
 
 
 def test_lightnings_checkpoints_have_the_loops_state(tmp_path: Path) -> None:
-    """From the middle of an epoch, and from its last batch."""
+    """They are made in the middle of an epoch, and at its last batch."""
     saver = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Own, "every", 5)

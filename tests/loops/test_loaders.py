@@ -403,16 +403,15 @@ def same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", AHEAD)
 def test_a_loader_runs_ahead_and_the_numbers_are_the_same(name: str) -> None:
-    """Whatever it draws, and wherever the loop is left."""
+    """The loader may draw anything, and the loop may be left anywhere."""
     same(numbers(AHEAD[name], overlapped), numbers(AHEAD[name], Plain))
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_as_it_was_said_is_an_error(name: str) -> None:
-    """It is said what it is, and what to do.
+    """The error says what it is, and what to do.
 
-    Where the loop came first to what it has changed, there is nothing to say, and the numbers are
-    the same.
+    If the loop reached first what it has changed, there is no error, and the numbers are the same.
     """
     script, why = REFUSED[name]
     with pytest.raises((RuntimeError, PlanError), match=f"(?s){why}"):
@@ -426,7 +425,7 @@ def test_what_is_not_as_it_was_said_is_an_error(name: str) -> None:
 
 
 def test_a_length_that_costs_much_is_not_asked_for_with_each_batch() -> None:
-    """It would hold up the pulls."""
+    """It would delay the pulls."""
     asked = 0
 
     class Slow:
@@ -446,7 +445,7 @@ def test_a_length_that_costs_much_is_not_asked_for_with_each_batch() -> None:
 
 
 def test_a_loop_that_is_left_and_drawn_beside_is_told() -> None:
-    """What the loader has drawn ahead cannot be undone, since the body has drawn after it."""
+    """The loader's draws ahead cannot be undone, since the body has drawn after them."""
     draws = torch.Generator().manual_seed(3)
     sampler = RandomSampler(Rows(), replacement=True, num_samples=200, generator=draws)
     rows = batches(sampler=sampler, num_workers=1)
@@ -462,7 +461,7 @@ def test_a_loop_that_is_left_and_drawn_beside_is_told() -> None:
 
 
 def test_an_iterator_is_pulled_ahead_by_one_loop() -> None:
-    """Another one would miss batches; not when the first was closed, or is gone."""
+    """Another one would miss batches, unless the first was closed, or is gone."""
     data = iter(range(20))
     tasks = [swpipe.task(pure=True, name="decode")(lambda ctx: None)]
     first = swpipe.overlap(data, tasks, pull_ahead=True, device="cpu")
@@ -492,9 +491,9 @@ class Closing:
 
 @pytest.mark.parametrize("pull_ahead", [True, False])
 def test_the_finally_of_a_generator_runs_when_the_loop_is_left(pull_ahead: bool) -> None:
-    """As when a plain loop is left; that of a generator that was given, when the loop is closed.
+    """A plain loop runs it when it is left; for a given generator it runs at the loop's close.
 
-    Where the loop is left while a batch is pulled ahead, it runs at the end of that pull.
+    If the loop is left while a batch is pulled ahead, it runs at the end of that pull.
     """
     loader = Closing()
     with swpipe.overlap(loader, [print_nothing], pull_ahead=pull_ahead, device="cpu") as loop:
@@ -518,7 +517,7 @@ def print_nothing(ctx: Any) -> None:
 
 
 def test_a_loop_that_is_left_and_forgotten_keeps_no_thread() -> None:
-    """Also over an iterator, with which the caller goes on."""
+    """This holds over an iterator, too, with which the caller continues."""
     endless = (torch.ones(2, 4) for _ in iter(int, 1))
     loop = swpipe.overlap(endless, Training().tasks(), pull_ahead=True, device="cpu")
     for ctx in loop:
@@ -531,7 +530,7 @@ def test_a_loop_that_is_left_and_forgotten_keeps_no_thread() -> None:
 
 
 def test_batches_that_were_modified_ahead_are_not_given_to_a_loop_that_is_set_back() -> None:
-    """They would be modified twice; it is refused before anything is set."""
+    """They would be modified twice; it is refused before anything changes."""
     functions = Training().tasks(**InPlace(double).functions)
     with swpipe.overlap([*map(torch.clone, PARTS)], functions, device="cpu") as loop:
         for ctx in loop:

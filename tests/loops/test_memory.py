@@ -130,7 +130,7 @@ REUSED: list[Callable[[], Iterator[Any]]] = [
 def test_memory_that_a_loader_writes_again_is_refused(
     make: Callable[[], Iterator[Any]], functions: tuple[Callable[[Any], Any], ...]
 ) -> None:
-    """Wherever in the batch it is written, and whatever the batch is a view of."""
+    """It may be written anywhere in the batch, which may be any view."""
     loop = swpipe.ahead(make(), *functions, draws=True, device="cpu")
     words = "memory of an earlier|not any more what the loader made|was modified in place"
     with pytest.raises((RuntimeError, PlanError), match=words):
@@ -138,7 +138,7 @@ def test_memory_that_a_loader_writes_again_is_refused(
 
 
 def test_a_ring_that_only_the_loader_writes_is_its_own() -> None:
-    """Also where functions run ahead on its batches."""
+    """This holds also if functions run ahead on its batches."""
     expected = [2.0 * 8 * i for i in range(40)]
     assert [float(one.sum()) for one in swpipe.ahead(ring(), doubled, device="cpu")] == expected
     loop = swpipe.ahead(ring(), device="cpu")
@@ -146,7 +146,7 @@ def test_a_ring_that_only_the_loader_writes_is_its_own() -> None:
 
 
 def test_a_function_that_returns_its_list_again_is_refused() -> None:
-    """A list of numbers, which it fills again for each batch."""
+    """It fills a list of numbers again for each batch."""
     kept: list[int] = []
 
     def filled(batch: int) -> list[int]:
@@ -158,7 +158,7 @@ def test_a_function_that_returns_its_list_again_is_refused() -> None:
 
 
 def test_a_function_that_returns_its_buffer_again_is_refused() -> None:
-    """Filled by numpy, which counts no modifications."""
+    """Writes of numpy fill it, which count as no modifications."""
     buffer = np.zeros(3, np.float32)
 
     def decode(number: int) -> Tensor:
@@ -171,7 +171,7 @@ def test_a_function_that_returns_its_buffer_again_is_refused() -> None:
 
 
 def test_a_function_that_writes_what_it_has_returned_is_refused() -> None:
-    """It gives it back to a pool, say."""
+    """For example, it returns it to a pool."""
     before = [np.zeros(3)]
 
     def decode(number: int) -> Any:
@@ -185,7 +185,7 @@ def test_a_function_that_writes_what_it_has_returned_is_refused() -> None:
 
 
 def test_a_buffer_that_a_function_fills_while_the_body_has_it_is_refused() -> None:
-    """It had been right when the body came to it."""
+    """It was right when the body began."""
     buffers = [np.zeros(3), np.zeros(3), np.zeros(3)]
     body, filled = threading.Event(), threading.Event()
 
@@ -239,7 +239,7 @@ def test_what_is_written_while_the_body_has_it_is_refused_though_the_body_has_go
 
 
 def test_a_tensor_that_the_loader_writes_and_the_body_reads_is_refused() -> None:
-    """By torch's functions, in the first bodies, which run alone."""
+    """Torch's functions show it in the first bodies, which run alone."""
     mean = torch.zeros(2)
 
     def loader() -> Iterator[Tensor]:
@@ -253,7 +253,7 @@ def test_a_tensor_that_the_loader_writes_and_the_body_reads_is_refused() -> None
 
 
 def test_a_tensor_that_the_loader_reads_and_the_body_writes_is_refused() -> None:
-    """A replay buffer."""
+    """A replay buffer is an example."""
     rows = torch.zeros(22, 4)
 
     def loader() -> Iterator[Tensor]:
@@ -266,7 +266,7 @@ def test_a_tensor_that_the_loader_reads_and_the_body_writes_is_refused() -> None
 
 
 def test_a_loader_in_turn_and_the_body_may_use_one_tensor() -> None:
-    """The loader draws, so nothing is ahead that could find another value."""
+    """The loader draws; therefore nothing is ahead that could read another value."""
 
     def run(over: Callable[[Any], Any]) -> list[Any]:
         torch.manual_seed(3)
@@ -283,7 +283,7 @@ def test_a_loader_in_turn_and_the_body_may_use_one_tensor() -> None:
 
 
 def test_the_tensors_of_a_known_dataset_are_not_changed() -> None:
-    """Their versions are looked at with each pull."""
+    """Their versions are compared at each pull."""
     rows = torch.zeros(22, 4)
     loop = swpipe.ahead(DataLoader(TensorDataset(rows)), device="cpu")
     with pytest.raises(RuntimeError, match="changed a tensor of the loader's dataset"):
@@ -300,7 +300,7 @@ def test_the_tensors_of_a_known_dataset_are_not_changed() -> None:
     ],
 )
 def test_a_write_anywhere_in_memory_is_seen(buffer: Any) -> None:
-    """Of the first item, and a fifth of them; and where the memory lies."""
+    """The first item, a fifth of all items, and the memory's address are compared."""
     half, fifth = len(buffer) // 2, max(1, len(buffer) // 5)
     for place in (0, slice(-fifth, None), slice(half, half + fifth)):
         before = Buffer.of(buffer)
@@ -313,7 +313,7 @@ def test_a_write_anywhere_in_memory_is_seen(buffer: Any) -> None:
 
 
 def test_other_memory_of_the_same_tensor_is_a_change() -> None:
-    """And is not looked for where it was."""
+    """The previous memory is not read."""
     tensor = torch.ones(3000)
     before = Buffer.of(tensor)
     tensor.data = torch.ones(6000)
@@ -374,26 +374,26 @@ class Scratch:
 def test_a_function_that_keeps_something_is_refused_on_several_threads(
     kind: Callable[[], Callable[[float], float]],
 ) -> None:
-    """The first batches go through it twice."""
+    """The first batches pass through it twice."""
     with pytest.raises(PlanError, match="left something else of iteration .* on the same batch"):
         list(swpipe.ahead([*map(float, range(1, 20))], kind(), workers=4, device="cpu"))
 
 
 @pytest.mark.parametrize("kind", [Counter, Mean, Noise])
 def test_it_is_taken_on_one_thread(kind: Callable[[], Callable[[float], float]]) -> None:
-    """In order."""
+    """It runs in order."""
     rows = [*map(float, range(20))]
     assert list(swpipe.ahead(rows, kind(), device="cpu")) == [*map(kind(), rows)]
 
 
 def test_fewer_batches_than_four_go_through_it_twice_too() -> None:
-    """At the end of the pass."""
+    """They do so at the end of the pass."""
     with pytest.raises(PlanError, match="left something else of iteration 0"):
         list(swpipe.ahead([1.0, 2.0], Counter(), workers=2, device="cpu"))
 
 
 def test_an_honest_function_is_taken_on_several_threads() -> None:
-    """Also where the body writes into what it gets."""
+    """The body may also write into its results."""
     rows = [*torch.arange(40.0).reshape(20, 2)]
     found = []
     for batch in swpipe.ahead(rows, doubled, workers=4, device="cpu"):
@@ -403,7 +403,7 @@ def test_an_honest_function_is_taken_on_several_threads() -> None:
 
 
 def test_a_function_with_a_torch_generator_of_its_own_is_taken_on_one_thread() -> None:
-    """A pass that is left sets it back to the last batch that the body had."""
+    """A pass that is left restores it to the last batch that the body had."""
     rows = [torch.zeros(4)] * 20
     drawn = [threading.Semaphore(0)]  # of each pass, how often its function has drawn
 
@@ -435,7 +435,7 @@ def test_a_function_with_a_torch_generator_of_its_own_is_taken_on_one_thread() -
 
 
 def test_a_state_is_refused_whose_function_draws_from_a_generator_of_its_own() -> None:
-    """No state has that generator: a resumed loop would draw other numbers."""
+    """No state contains that generator: a resumed loop would draw other numbers."""
     draws = torch.Generator().manual_seed(3)
 
     def noisy(x: Tensor) -> Tensor:
@@ -463,7 +463,7 @@ class Mapped:
 
 
 def test_the_batch_that_the_body_has_is_compared_too() -> None:
-    """A pull writes it while the body has it."""
+    """A pull writes it while the body uses it."""
     ring = np.zeros(6)
     places = [ring[:4], np.zeros(4), ring[2:], np.zeros(4)]
     body = threading.Event()

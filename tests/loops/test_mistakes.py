@@ -69,6 +69,6 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("call", "error", "words"), MISTAKES)
 def test_mistakes_are_refused(call: Callable[[], Any], error: type[Exception], words: str) -> None:
-    """At the call."""
+    """They are refused at the call."""
     with pytest.raises(error, match=f"(?s){words}"):
         call()

@@ -185,10 +185,10 @@ KNOWN_BEFORE = [one for one in LOADERS if "default" in one or "given" in one or 
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_run_that_was_stopped_goes_on_with_the_same_numbers(name: str) -> None:
-    """Losses and parameters are bit-equal, after stops in mid-pass and between passes.
+    """Losses and parameters are equal, after stops within and between passes.
 
-    One is at the last batch, where a loader that is ahead knows that there are no more. Each is
-    gone on with in another way, in a process that has drawn other numbers.
+    One stop is at the last batch, where a loader that is ahead knows that it is the last. Each run
+    is continued in another way, in a process that has drawn other numbers.
     """
     draws = random.Random(name)
     others: list[type[Way]] = [OverlapInTurn, Looped]
@@ -215,7 +215,7 @@ def over(loader: Any) -> OverlappedLoop[Any]:
 
 
 def test_rows_come_from_workers_that_draw() -> None:
-    """Their generators are in no state: the pass is begun again, which is said."""
+    """Their generators are in no state: the pass begins again, and a warning says so."""
     with over(stateful(NoisyInWorkers(), num_workers=2)) as loop:
         seen = [(ctx.batch, copy.deepcopy(loop.state_dict())) for ctx in loop]
     with over(stateful(NoisyInWorkers(), num_workers=2)) as loop:
@@ -237,7 +237,7 @@ def state_at(loop: ResumableLoop[Any], number: int, **options: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:the loader's workers will live on")
 def test_later_passes_have_all_rows_where_workers_live_on() -> None:
-    """A worker that was set back begins all its passes there: they had as few as the first."""
+    """A worker that was restored began all its passes there: they had as few rows as the first."""
     with over(living(BeginsWhereItWasSet())) as loop:
         state = [copy.deepcopy(loop.state_dict()) for _ in loop][11]
     with over(living(BeginsWhereItWasSet())) as loop:
@@ -260,7 +260,7 @@ def unknown(make: Callable[[], Any], **options: Any) -> Any:
 
 @pytest.mark.parametrize("make", [lambda: plain(Unknown()), lambda: stateful(Unknown())])
 def test_other_rows_are_refused_when_the_pass_begins(make: Callable[[], Any]) -> None:
-    """Whatever the loader's own state says; and again, if another pass is tried."""
+    """The loader's own state does not matter; another pass is refused, too."""
     state = unknown(make)
     with over(make()) as loop:
         loop.load_state_dict(state)
@@ -270,7 +270,7 @@ def test_other_rows_are_refused_when_the_pass_begins(make: Callable[[], Any]) ->
 
 
 def test_other_rows_are_taken_where_they_do_not_matter() -> None:
-    """By the word of who saves or who loads."""
+    """The user declares this when saving or loading."""
     for saves, loads in ((True, False), (False, True)):
         state = unknown(plain_unknown, check=saves)
         with over(plain_unknown()) as loop:
@@ -284,7 +284,7 @@ def plain_unknown() -> DataLoader[float]:
 
 
 def test_other_data_and_another_epoch_are_refused() -> None:
-    """Rows in another order; a sampler whose epoch nobody has set, until somebody does."""
+    """Rows in another order are refused, and a sampler whose epoch is not set."""
     with over(plain()) as loop:
         state = state_at(loop, 4)
     with over(plain(sampler=range(ROWS)[::-1])) as loop:
@@ -304,7 +304,7 @@ def test_other_data_and_another_epoch_are_refused() -> None:
 
 
 def test_accelerates_loader_with_a_state_is_refused() -> None:
-    """It begins a pass when it is prepared, and its state leads elsewhere on two ranks and one."""
+    """It begins a pass when prepared; its state leads elsewhere on two ranks and on one."""
     accelerate = pytest.importorskip("accelerate")
     config = accelerate.DataLoaderConfiguration(use_stateful_dataloader=True)
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
@@ -319,7 +319,7 @@ def test_accelerates_loader_with_a_state_is_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 6 worker processes")
 def test_each_worker_is_compared() -> None:
-    """At least one batch of it."""
+    """At least one batch of each is compared."""
     record = record_of(plain(num_workers=6))
     for number in range(1, 17):
         record.add(number, record.entry(number, torch.ones(number), {}), [], number - 1)
@@ -332,7 +332,7 @@ class Anything:
 
 
 def test_batches_are_told_apart_by_what_is_in_them() -> None:
-    """Not by objects, addresses or memory that is not in one piece."""
+    """Objects, addresses and memory with gaps do not count."""
     rows = np.arange(4.0)
     pairs: list[tuple[Any, Any, bool]] = [
         (torch.arange(9000.0), torch.arange(9000.0), True),
@@ -370,7 +370,7 @@ PREFETCHED = prefetch_plan(["x"], ["y"], depth=4)
 
 @pytest.mark.parametrize("plan", [replace(PREFETCHED, pull_group=None), PREFETCHED])
 def test_a_pipeline_knows_its_next_iteration_and_what_it_has_pulled(plan: PipelinePlan) -> None:
-    """A loader is set back by what is in flight; random tasks draw what they would have."""
+    """A loader is restored to what is in flight; random tasks draw the same numbers."""
     with SWPipeline(plan, TASKS, device="cpu", seed=5) as pipe:
         expected = [ctx.y for ctx in pipe.iterate(range(9))]
     for stop in (1, 4, 8):
@@ -390,7 +390,7 @@ def test_a_pipeline_knows_its_next_iteration_and_what_it_has_pulled(plan: Pipeli
 
 
 def test_a_run_may_begin_with_any_number() -> None:
-    """As if a state with that number were loaded, also serially."""
+    """It is like a loaded state with that number, also for serial runs."""
 
     def made(start: int = 0) -> SWPipeline[Any]:
         return SWPipeline(PREFETCHED, TASKS, device="cpu", seed=5, start_iteration=start)
@@ -408,7 +408,7 @@ def test_a_run_may_begin_with_any_number() -> None:
 
 
 def test_a_state_is_not_loaded_in_mid_flight() -> None:
-    """Nor one that is none."""
+    """This also holds for a value that is no state."""
     with SWPipeline(PREFETCHED, TASKS, device="cpu") as pipe:
         data = iter(range(9))
         pipe.progress(data)

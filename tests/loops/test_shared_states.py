@@ -319,7 +319,7 @@ PROGRAMS = 40
 
 @pytest.mark.slow
 def test_what_is_accepted_has_the_numbers_of_the_plain_loop(tmp_path: Path) -> None:
-    """And not because all is refused: of the random plans at least a tenth is accepted."""
+    """At least a tenth of the random plans is accepted, so that not all are refused."""
     counts, differ = outcomes(range(PROGRAMS), tmp_path)
     assert differ == []
     assert counts["overlap: ran"] == PROGRAMS

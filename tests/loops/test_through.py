@@ -177,7 +177,7 @@ LOOPS = [
 def test_results_and_files_are_those_of_the_plain_loop(
     loop: Callable[[Way, Path], Any], tmp_path: Path
 ) -> None:
-    """Return the contents of a file; of one of torch's, the tensors, since it contains its name."""
+    """Six loops that evaluate, export, generate and train are equal bit for bit."""
     found = []
     for name, way in (("plain", plainly), ("through", through)):
         torch.manual_seed(11)
@@ -246,7 +246,7 @@ def test_a_function_behind_has_as_many_threads_as_was_said() -> None:
 
 
 def test_all_run_ahead_if_none_is_on_the_caller() -> None:
-    """As with ``ahead``."""
+    """This is as with ``ahead``."""
     assert list(through(range(3), add, str)) == ["1", "2", "3"]
     assert list(through(range(3))) == [0, 1, 2]
     assert list(through([], on_caller(add), str)) == []
@@ -330,7 +330,7 @@ PLACES = (
 
 @pytest.mark.examples
 def test_a_loop_that_ends_early_has_the_results_of_the_plain_one_and_loses_nothing() -> None:
-    """By an error in any place, a break or an interrupt; an iterator is not gone on with."""
+    """It ends by an error anywhere, a break or an interrupt; the iterator is not used again."""
     for seed in seeds("endings", 60):
         draws = random.Random(seed)
         where, at = draws.choice(PLACES), draws.randrange(12)
@@ -364,7 +364,7 @@ def test_a_loop_that_ends_early_has_the_results_of_the_plain_one_and_loses_nothi
 
 @pytest.mark.examples
 def test_an_interrupt_at_a_random_moment_loses_nothing(scripts: Scripts) -> None:
-    """All that was handed over is written once."""
+    """All results are written once."""
     first, *more = seeds("endings", 30)
     args = (f"{first}", f"{1 + len(more)}")  # see ``through_signals``
     script = Script(module="tests.loops.through_signals", args=args)
@@ -373,7 +373,7 @@ def test_an_interrupt_at_a_random_moment_loses_nothing(scripts: Scripts) -> None
 
 
 def test_a_function_that_is_running_is_awaited_when_the_loop_is_left() -> None:
-    """And what it has not begun is run then."""
+    """Results whose functions have not begun are processed then."""
     leaving, running, written = threading.Event(), threading.Event(), list[int]()
 
     def write(batch: int) -> int:
@@ -394,7 +394,7 @@ def test_a_function_that_is_running_is_awaited_when_the_loop_is_left() -> None:
 
 
 def test_an_error_after_the_loop_was_left_is_told_and_raised_later() -> None:
-    """By a warning, and by the next pass or ``close``."""
+    """A warning reports it, and the next pass or ``close`` raises it."""
     left = threading.Event()
 
     def write(batch: int) -> int:
@@ -417,7 +417,7 @@ def test_an_error_after_the_loop_was_left_is_told_and_raised_later() -> None:
 
 
 def test_a_stop_request_ends_it_with_all_that_was_handed_over() -> None:
-    """After SIGTERM, at the end of the step."""
+    """SIGTERM ends it at the end of the step."""
     written: list[int] = []
     loop = through(range(99), on_caller(add), written.append)
     with StopRequest(["SIGTERM"]) as stop:
@@ -431,7 +431,7 @@ def test_a_stop_request_ends_it_with_all_that_was_handed_over() -> None:
 
 
 def test_a_stop_iteration_of_a_function_is_an_error() -> None:
-    """And not the end of the data."""
+    """It is not the end of the data."""
 
     def stop(batch: int) -> int:
         return next(iter(()))
@@ -465,7 +465,7 @@ def test_what_an_error_behind_has_kept_from_running_is_noted() -> None:
 
 
 def test_weights_that_nobody_trains_may_be_read_ahead() -> None:
-    """Without gradients; where they are on, training may change the weights, and it is refused."""
+    """This needs no_grad; with gradients, training may change the weights, and it is refused."""
     net = nn.Linear(4, 4)
     plain = [net(batch) for batch in batches()]
     for mode in (torch.no_grad, torch.inference_mode):
@@ -477,7 +477,7 @@ def test_weights_that_nobody_trains_may_be_read_ahead() -> None:
 
 
 def test_weights_that_are_changed_without_gradients_are_an_error() -> None:
-    """The change itself is seen."""
+    """The change itself is detected."""
     net = nn.Linear(4, 4)
 
     def change(x: Tensor) -> Tensor:
@@ -489,7 +489,7 @@ def test_weights_that_are_changed_without_gradients_are_an_error() -> None:
 
 
 def test_a_value_that_is_changed_after_it_was_handed_over_is_an_error() -> None:
-    """By the next step, or by a function behind; a copy is right."""
+    """The next step or a later function changes it; a copy is right."""
     weights = torch.zeros(4)
 
     def step(x: Tensor) -> Tensor:
@@ -510,14 +510,14 @@ def float_of(x: Tensor) -> float:
 
 
 def test_a_function_behind_that_draws_is_an_error() -> None:
-    """Its numbers would depend on who draws before it."""
+    """Its numbers would depend on earlier draws."""
     with pytest.raises(PlanError, match="'rand_like' draws from torch's default generators"):
         list(through([*batches()], on_caller(torch.clone), torch.rand_like))
     list(through([*batches()], on_caller(torch.clone), torch.rand_like, check_effects=False))
 
 
 def test_a_state_is_not_saved_while_results_are_behind() -> None:
-    """It would lead to batches again on which the caller's function has run."""
+    """The state would lead to batches for which the caller's function has already run."""
     loop = through(range(9), on_caller(add), str)
     for _ in loop:
         with pytest.raises(RuntimeError, match="Save between two passes"):
@@ -531,7 +531,7 @@ def test_a_state_is_not_saved_while_results_are_behind() -> None:
 
 
 def test_without_functions_behind_it_resumes_in_mid_pass() -> None:
-    """As ``ahead``."""
+    """This is as with ``ahead``."""
     loop, found = through(batches(), torch.sin, on_caller(torch.neg)), []
     for result in loop:
         found.append(result)
@@ -563,13 +563,13 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("call", "error", "words"), MISTAKES)
 def test_mistakes_are_refused(call: Callable[[], Any], error: type[Exception], words: str) -> None:
-    """At the call."""
+    """They are refused at the call."""
     with pytest.raises(error, match=f"(?s){words}"):
         call()
 
 
 def test_a_loader_with_workers_goes_through_twice() -> None:
-    """Two passes, each of all results."""
+    """It makes two passes with all results."""
     loader: DataLoader[Tensor] = DataLoader(Rows(), 4, num_workers=1)
     loop = through(loader, torch.sin, on_caller(torch.neg), float_of)
     expected = [float_of(-torch.sin(batch)) for batch in batches()]

@@ -62,7 +62,7 @@ def profiled(tasks: list[PipelineTask]) -> None:
 
 @pytest.mark.parametrize("call", [overlapped, recorded, checked, profiled])
 def test_another_threads_training_is_left_alone(call: Callable[[Any], None]) -> None:
-    """No error in it, and its own numbers: hooks and modes belong to one thread and one run.
+    """It raises no error and has its own numbers: hooks and modes belong to one thread.
 
     It trains in the middle of each task.
     """

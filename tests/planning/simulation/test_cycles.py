@@ -50,7 +50,7 @@ def random_graph(rng: random.Random, nodes: int) -> list[Arc]:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_it_is_the_greatest_ratio_of_all_cycles(seed: int) -> None:
-    """Exactly: as a fraction."""
+    """It is exact: a fraction."""
     rng = random.Random(seed)
     nodes = rng.randint(1, 6)
     arcs = random_graph(rng, nodes)
@@ -87,5 +87,5 @@ def test_ticks_add_up_exactly() -> None:
 
 
 def test_a_cycle_without_a_distance_allows_no_interval() -> None:
-    """Limits under which no plan exists have such a bound; it is not a division by zero."""
+    """Limits without a plan have such a bound; it is no division by zero."""
     assert ArcCycle((Arc(0, 1, 5, 1), Arc(1, 0, 5, -1))).ratio_us == math.inf

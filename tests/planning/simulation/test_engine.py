@@ -151,10 +151,10 @@ def turns(spans: Iterable[Span]) -> dict[tuple[str, int, Row], tuple[int, ...]]:
 @pytest.mark.examples
 @STREAMS
 def test_every_task_starts_and_ends_at_the_simulated_time(streams: bool) -> None:
-    """On random plans, from fill to drain, and how long each thread stood before it.
+    """Random plans agree from fill to drain, and so does the wait of each thread.
 
-    Where a device holds back admission, the engine finds out only when the device is done that
-    there is no further batch; the simulator knows: what comes after that is left out.
+    If a device holds back admission, the engine finds the end of the data only when the device is
+    done; the simulator knows it: later events are left out.
     """
     for seed in seeds("plans", 24):
         plan = random_plan(seed)
@@ -168,11 +168,11 @@ def test_every_task_starts_and_ends_at_the_simulated_time(streams: bool) -> None
 
 @pytest.mark.examples
 def test_device_work_is_done_in_the_order_of_launch() -> None:
-    """On the caller's stream, and with a communicator on several, whichever threads launch it.
+    """This holds on the caller's stream, and for a communicator on several streams and threads.
 
-    Not compared are plans in which the engine gives the caller's stream a wait for an event when a
-    task begins, and another thread its work before that task launches; and the end of the work of a
-    task that blocks, for which a trace takes the event when the task returns.
+    Two cases are not compared: plans in which the engine gives the caller's stream a wait for an
+    event when a task begins, and another thread its work before that task launches; and the end of
+    the work of a task that blocks, for which a trace takes the event when the task returns.
     """
     queues = 0
     for seed in seeds("plans", 40):
@@ -203,7 +203,7 @@ def waits_on_a_shared_stream(program: Program) -> bool:
 @pytest.mark.examples
 @STREAMS
 def test_the_steady_interval_is_the_simulated_one(streams: bool) -> None:
-    """On random plans, over a whole cycle of the steady state."""
+    """Random plans agree over a whole cycle of the steady state."""
     settled = 0
     for seed in seeds("plans", 12):
         plan = random_plan(seed)
@@ -221,7 +221,7 @@ def test_the_steady_interval_is_the_simulated_one(streams: bool) -> None:
 def test_what_planners_promise_of_the_published_step_is_kept(
     planner: Callable[..., Any], run_ahead: int | None
 ) -> None:
-    """Its collectives run in the order of launch, on whichever stream they are."""
+    """Its collectives run in the order of launch, on any stream."""
     costs = recsys14.costs()
     plan = replace(recsys14.plan(), run_ahead=run_ahead)
     found = planner(plan, costs, limits=recsys14.limits())
@@ -230,7 +230,7 @@ def test_what_planners_promise_of_the_published_step_is_kept(
 
 @pytest.mark.parametrize("threads", HSTU_THREAD_MAPS)
 def test_the_plan_of_hstu_has_the_depth_that_it_needs(threads: str) -> None:
-    """By the published costs it takes 111 ms at most; more ahead, of either kind, gains nothing."""
+    """By the published costs it takes 111 ms at most; more depth or run-ahead gains nothing."""
     schedule = hstu_schedule(prefetch=True, prefetch_depth=1, shuffled=True)
     plan = hstu_plan(schedule, threads)
     costs = recsys14.hstu_costs()

@@ -27,13 +27,13 @@ def peaks(seed: int, orders: int, *, keeps_all: bool = True) -> tuple[int, list[
 
 
 def test_random_plans_hold_what_is_predicted() -> None:
-    """No order of what happens at one moment holds more, and one holds nearly as much."""
+    """No order of simultaneous events holds more, and one holds nearly as much."""
     found = {seed: peaks(seed, ORDERS) for seed in range(4)}
     assert {s: (p, m) for s, (p, m) in found.items() if not 0.9 * p <= max(m) <= p} == {}
 
 
 def test_random_plans_with_keep_hold_what_is_predicted() -> None:
-    """Within a tenth: a value that several threads use goes at a place after all of them.
+    """The prediction is within a tenth: a value of several threads is freed after all of them.
 
     231 and 315 keep a value under a second name, after the users of the first one.
     """
@@ -43,7 +43,7 @@ def test_random_plans_with_keep_hold_what_is_predicted() -> None:
 
 @pytest.mark.parametrize("keeps_all", [True, False])
 def test_no_run_of_a_random_plan_holds_more_than_its_bound(*, keeps_all: bool) -> None:
-    """Whatever its tasks' times: more than any run, and more than what is predicted of one."""
+    """The bound is above any run, with any times, and above what is predicted of one."""
     for seed in range(12):
         work = MemoryWork(seed, keeps_all=keeps_all)
         assert work.costs.memory is not None
@@ -88,7 +88,7 @@ def test_each_iteration_in_flight_holds_its_own(depth: int) -> None:
 
 
 def test_a_plan_with_streams_holds_what_a_task_removes() -> None:
-    """Until the iteration is retired; without streams until the end of that task."""
+    """It is held until the iteration is retired, and without streams until that task ends."""
     plan, costs = three_tasks(2)
     memory = TaskMemory((Block("read", "work", 2**20, "x", removed=True), Block("log", "", 2**20)))
     costs = CostModel(costs.tasks, memory=memory)

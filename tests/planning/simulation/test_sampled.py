@@ -55,14 +55,14 @@ TABLES = {
 @pytest.mark.parametrize("depth", [2, 3, 8])
 @pytest.mark.parametrize("name", TABLES)
 def test_an_interval_is_that_of_the_sampled_iterations(name: str, depth: int) -> None:
-    """As by hand; what is slow in one iteration is slow together."""
+    """It equals a manual calculation; what is slow in one iteration is slow together."""
     read, train = TABLES[name]
     found = simulate(plan(depth), costs(read, train), streams=False)
     assert found.ii_us == pytest.approx(by_hand_us(read, train, depth))
 
 
 def test_planners_search_by_the_means() -> None:
-    """A table does not change what they compare; the simulator judges what they found."""
+    """A table does not change their comparison; the simulator judges the result."""
     alternating = costs((2.0, 22.0), (12.0, 12.0))
     assert interval_us(plan(2), alternating, streams=False) == pytest.approx(12.0)
     assert simulate(plan(2), alternating, streams=False).ii_us == pytest.approx(17.0)
@@ -70,7 +70,7 @@ def test_planners_search_by_the_means() -> None:
 
 
 def test_the_interpreter_lock_is_held_for_the_same_part_of_each_run() -> None:
-    """Where it is held all the time, two threads are no faster than one."""
+    """If it is held all the time, two threads are no faster than one."""
     held = costs((2.0, 22.0), (22.0, 2.0), gil_us=12.0)
     assert simulate(plan(3), held, streams=False).ii_us == pytest.approx(24.0)
     # A short run lets go of it as early.
@@ -81,7 +81,7 @@ def test_the_interpreter_lock_is_held_for_the_same_part_of_each_run() -> None:
 
 
 def test_device_work_has_a_table_of_its_own() -> None:
-    """A stream that is busy for 4 and for 20 in turns."""
+    """A stream is busy for 4 and for 20 alternately."""
     model = costs((1.0, 1.0), (1.0, 1.0))
     train = replace(model.tasks["train"], device_us=12.0, device_each_us=(4.0, 20.0))
     model = replace(model, tasks={**model.tasks, "train": train})
@@ -90,7 +90,7 @@ def test_device_work_has_a_table_of_its_own() -> None:
 
 
 def test_a_timeline_shows_iterations_as_they_differ() -> None:
-    """One after the other, and again."""
+    """They follow each other, and repeat."""
     spans = simulate(plan(2), costs((2.0, 22.0), (12.0, 12.0)), streams=False).spans
     reads = [span.duration_ns for span in spans if span.task == "read"]
     assert reads[:4] == [2_000, 22_000, 2_000, 22_000]

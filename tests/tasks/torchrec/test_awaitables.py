@@ -65,7 +65,7 @@ class TwoStreams:
 
 
 def test_later_waits_return_the_values_without_the_graph() -> None:
-    """The first returns the result itself and the filled context; later ones leaves, and a copy."""
+    """The first returns the result and the filled context; later ones return leaves and a copy."""
     result = {"a": torch.ones(2, requires_grad=True) * 2, "b": torch.ones(1)}
     context: dict[str, Any] = {}
     handle = Replayable(OneShot(result, context), CpuDevice(), context)
@@ -81,7 +81,7 @@ def test_later_waits_return_the_values_without_the_graph() -> None:
 
 
 def test_only_one_of_two_threads_waits() -> None:
-    """The other one gets the same result."""
+    """The other thread gets the same result."""
     handle = Replayable(OneShot(torch.ones(1)), CpuDevice())
     ready = threading.Barrier(2)
 

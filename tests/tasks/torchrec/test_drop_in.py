@@ -60,7 +60,7 @@ def _misfit(job: Job, forward: str, optimizer: Any = dense_optimizer) -> str:
 
 
 def test_a_plan_that_does_not_suit_is_refused(one_rank: Ranks) -> None:
-    """The early look-up is for the split forward, tables that update themselves, known rates."""
+    """The early look-up needs the split forward, tables that update themselves, known rates."""
     assert one_rank.run(_misfit, Job(), "split") == ["nothing raised"]
     assert "'dense'" in one_rank.run(_misfit, Job(), "prefetch")[0]
     assert "'tables'" in one_rank.run(_misfit, Job("data_parallel"), "split")[0]
@@ -107,7 +107,7 @@ def _scattered(forward: Kind, sharding: str) -> list[str]:
 
 @pytest.mark.parametrize("forward", ["pipelined", "split"])
 def test_dependences_alone_keep_the_order_of_states(one_rank: Ranks, forward: Kind) -> None:
-    """So that a planner may take any other stages, threads and order for them."""
+    """Therefore a planner may choose any other stages, threads and order."""
     for sharding in ("table_wise", "data_parallel"):
         assert one_rank.run(_scattered, forward, sharding) == [[]]
 
@@ -120,7 +120,7 @@ def _states_of_backward(forward: Kind) -> set[str]:
 
 
 def test_one_backward_for_both_says_that_it_updates_the_tables(one_rank: Ranks) -> None:
-    """Without the cut it is that of the dense part."""
+    """Without the cut, the dense part's backward does it."""
     assert "tables" in one_rank.run(_states_of_backward, "ahead")[0]
     assert "tables" not in one_rank.run(_states_of_backward, "split")[0]
 
@@ -160,7 +160,7 @@ def test_a_prefetch_comes_after_the_backward_that_updates_tables(one_rank: Ranks
     ],
 )
 def test_what_is_wrong_is_said_when_it_is_made(call: Callable[[], Any], said: str) -> None:
-    """With the value and the mend."""
+    """The error has the value and the fix."""
     assert refusal(call).startswith(said)
 
 
@@ -193,7 +193,7 @@ def _told() -> dict[str, str]:
 
 
 def test_what_would_give_other_numbers_is_refused(one_rank: Ranks) -> None:
-    """Scaled gradients in tables, ``parameter.grad`` with Megatron, modes of the moment."""
+    """These are scaled gradients in tables, ``parameter.grad`` with Megatron, temporary modes."""
     expected = {
         "fused tables": ("with the scaled gradients: use bfloat16",),
         "megatron, a norm": ("parameter.main_grad",),
@@ -213,7 +213,7 @@ def test_what_would_give_other_numbers_is_refused(one_rank: Ranks) -> None:
 
 
 def test_losses_become_one_number() -> None:
-    """A number, one per row, or a dict of these."""
+    """They may be a number, one per row, or a dict of these."""
     both = {"a": torch.tensor(2.0), "b": torch.tensor([3.0, 4.0])}
     assert [TrainStep([SGD]).total(one).item() for one in (both["a"], both["b"], both)] == [2, 7, 9]
 
@@ -235,7 +235,7 @@ def _scaled() -> list[str]:
 
 
 def test_a_scaler_scales_and_unscales(two_ranks: Ranks) -> None:
-    """By a power of two it changes no bit; gradients are clipped as they are without it."""
+    """A power of two changes no bit; gradients are clipped as without it."""
     assert two_ranks.run(_scaled) == [[], []]
 
 
@@ -253,7 +253,7 @@ def _evaluated() -> bool:
 
 
 def test_an_evaluation_leaves_gradients(one_rank: Ranks) -> None:
-    """As in a plain loop, whose ``zero_grad`` belongs to the step."""
+    """This is as in a plain loop, whose ``zero_grad`` belongs to the step."""
     assert one_rank.run(_evaluated) == [True]
 
 
@@ -281,7 +281,7 @@ def _shortcut() -> bool:
 
 
 def test_a_shortcut_of_the_backward_puts_megatrons_buffer_back(one_rank: Ranks) -> None:
-    """``parameter.grad`` is None with Megatron: that alone would be nothing."""
+    """``parameter.grad`` is None with Megatron: that alone would not suffice."""
     assert one_rank.run(_shortcut) == [True]
 
 

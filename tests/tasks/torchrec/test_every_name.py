@@ -491,5 +491,5 @@ def _wrong(prop: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("prop", PROPERTIES)
 def test_every_name_has_every_property(two_ranks: Ranks, prop: str) -> None:
-    """As the property's docstring says."""
+    """The docstring of each property says what it is."""
     assert two_ranks.run(_wrong, prop, deadline_s=200) == [{}, {}]

@@ -158,13 +158,13 @@ def _changed(hook: str) -> list[str]:
 
 @pytest.mark.parametrize("hook", CHANGING)
 def test_an_override_has_the_numbers_of_torchrecs(two_ranks: Ranks, hook: str) -> None:
-    """Two ranks, tables and dense part in one backward or two."""
+    """Two ranks have tables and dense part in one backward or in two."""
     assert two_ranks.run(_changed, hook) == [[], []]
 
 
 @pytest.mark.parametrize("hook", ["_backward", "_next_batch"])
 def test_an_override_has_the_numbers_of_torchrecs_on_one_rank(one_rank: Ranks, hook: str) -> None:
-    """Where both parts have one backward, and the ranks have nothing to agree on."""
+    """Both parts have one backward, and the ranks have nothing to agree on."""
     assert one_rank.run(_changed, hook) == [[]]
 
 
@@ -205,7 +205,7 @@ def _called(name: str) -> list[Any]:
 
 
 def test_each_hook_is_called_once_for_each_batch(two_ranks: Ranks) -> None:
-    """As often as TorchRec calls it; ``fill_pipeline`` in each call of ``progress``."""
+    """It is called as often as by TorchRec; ``fill_pipeline`` in each call of ``progress``."""
     assert two_ranks.run(_called, SPARSE) == [[], []]
 
 
@@ -229,7 +229,7 @@ def _unsharded() -> list[str]:
 
 
 def test_each_hook_is_called_for_any_model(one_rank: Ranks) -> None:
-    """Also where nothing is sharded, and no ids are exchanged."""
+    """This includes models without sharded modules, and without exchanges."""
     assert one_rank.run(_unsharded) == [[]]
 
 
@@ -273,7 +273,7 @@ def _filled() -> list[str]:
 
 
 def test_an_override_of_the_pull_finds_the_batches_in_flight(two_ranks: Ranks) -> None:
-    """As a prediction does that fills the rest of a rank's steps; one batch may be all there is."""
+    """A prediction that fills up a rank's steps does so; one batch may be all there is."""
     assert two_ranks.run(_filled) == [[], []]
 
 
@@ -297,7 +297,7 @@ def _fail(*_: Any) -> None:
 
 
 def test_batches_in_flight_are_those_of_the_pipeline(one_rank: Ranks) -> None:
-    """After a step, a drain and a failure."""
+    """This holds after a step, a drain and a failure."""
     assert one_rank.run(_in_flight) == [[0, 0, 0, "ValueError: planted", 0]]
 
 
@@ -334,7 +334,7 @@ def test_an_override_of_the_pull_may_raise_stop_iteration(one_rank: Ranks) -> No
 
 
 def test_what_is_never_called_is_refused_with_the_task_that_does_it() -> None:
-    """In the class itself or a mixin of it; a method of the user's own is none of TorchRec's."""
+    """It may be in the class or a mixin; a method of the user's own is none of TorchRec's."""
     kind = ours.TrainPipelineFusedSparseDist
     for name, task in NO_HOOKS.items():
         if hasattr(theirs(FUSED), name):
@@ -368,7 +368,7 @@ def _misused() -> list[str]:
 
 
 def test_a_hook_that_would_be_ignored_is_refused(one_rank: Ranks) -> None:
-    """Called from elsewhere, set in one pipeline, or beside what it would undo."""
+    """It is called from elsewhere, set in one pipeline, or next to what it would undo."""
     (said,) = one_rank.run(_misused)
     assert said[0].startswith("RuntimeError: enqueue_batch() was called outside of the task")
     assert said[1].startswith("TypeError: TrainPipelineSparseDist._backward was to be replaced")
@@ -410,7 +410,7 @@ def _prefetched_apart() -> list[str]:
 
 
 def test_caches_may_be_filled_on_a_background_thread(two_ranks: Ranks) -> None:
-    """``thread_group`` of the task is all it takes."""
+    """``thread_group`` of the task is all that is needed."""
     assert two_ranks.run(_prefetched_apart) == [[], []]
 
 
@@ -426,7 +426,7 @@ def _split_forward(name: str, modules: int) -> list[str]:
 
 @pytest.mark.parametrize("name", [BASE, SPARSE, FUSED, "PrefetchTrainPipelineSparseDist"])
 def test_look_ups_before_the_forward_have_the_same_numbers(two_ranks: Ranks, name: str) -> None:
-    """With one sharded module, and with several."""
+    """This holds for one sharded module, and for several."""
     for modules in (1, 2, 4):
         assert two_ranks.run(_split_forward, name, modules) == [[], []]
 
@@ -454,7 +454,7 @@ def _order(pipeline_forward: bool, modules: int = 2) -> list[str]:
 
 
 def test_all_modules_are_looked_up_before_the_forward(two_ranks: Ranks, one_rank: Ranks) -> None:
-    """So that the exchanges of several overlap; on one rank there is none, and nothing changes."""
+    """Therefore the exchanges of several overlap; on one rank there is none."""
     late = ["dense", "look-up 0", "look-up 1"]
     assert two_ranks.run(_order, True) == [["look-up 0", "look-up 1", "dense"]] * 2
     assert two_ranks.run(_order, False) == [late] * 2
@@ -462,5 +462,5 @@ def test_all_modules_are_looked_up_before_the_forward(two_ranks: Ranks, one_rank
 
 
 def test_one_module_keeps_its_place_in_the_forward(two_ranks: Ranks) -> None:
-    """Its exchange has no other one to overlap, and a split would cost a second backward."""
+    """No other exchange can overlap with its own, and a split would cost a second backward."""
     assert two_ranks.run(_order, True, 1) == [["dense", "look-up 0"]] * 2

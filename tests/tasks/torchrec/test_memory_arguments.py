@@ -206,9 +206,9 @@ TABLE_WISE = Job(**WITH_STATE)
 def test_no_more_bytes_are_alive_than_in_torchrecs_classes(
     request: pytest.FixtureRequest, ranks: int, job: Job, names: tuple[str, ...]
 ) -> None:
-    """With all arguments that save memory. Numbers are compared in test_rates and test_parity.
+    """All arguments that save memory are given. test_rates and test_parity compare numbers.
 
-    On one rank nothing is sent, and ids that the module permutes go.
+    On one rank nothing is sent, and ids that the module permutes are freed.
     """
     group: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks])
     most = WATCH + (ANSWERS * ranks if ranks > 1 else 0)
@@ -244,7 +244,7 @@ def _read(argument: str, job: Job) -> str:
 
 
 def test_a_model_that_reads_what_went_is_told(two_ranks: Ranks) -> None:
-    """Instead of reading memory that is not there. What is not sent itself stays."""
+    """Otherwise it would read freed memory. What is not sent itself stays."""
     early = two_ranks.run(_read, "free_features_storage_early", Job())
     assert all("reads ids of the batch whose memory was freed" in said for said in early)
     sent = two_ranks.run(_read, "clear_data_dist_inputs", Job())
@@ -290,5 +290,5 @@ def _copied_on_a_thread() -> list[Any]:
 
 
 def test_batches_are_copied_on_a_thread(two_ranks: Ranks) -> None:
-    """With `async_inplace_copy`, too."""
+    """This includes `async_inplace_copy`."""
     assert two_ranks.run(_copied_on_a_thread) == [[], []]

@@ -151,7 +151,7 @@ def _refused() -> dict[str, str]:
 
 
 def test_what_may_have_run_ahead_is_not_saved_in_mid_flight(one_rank: Ranks) -> None:
-    """By name, with the way out, which works."""
+    """The error has the name and an alternative, which works."""
     (said,) = one_rank.run(_refused)
     assert said.pop("known shuffler") == "nothing raised"
     expected = {
@@ -183,7 +183,7 @@ def _accumulates() -> list[Any]:
 
 
 def test_an_unfinished_step_is_not_saved(one_rank: Ranks) -> None:
-    """No state_dict has its gradients."""
+    """Its gradients are in no state_dict."""
     ((first, second, third, drained, number),) = one_rank.run(_accumulates)
     assert "gradients of 1 of 3 batches wait for their step" in first
     assert "gradients of 2 of 3 batches" in second
@@ -202,7 +202,7 @@ def _warned() -> list[str]:
 
 
 def test_a_first_step_that_is_rounded_otherwise_is_told(one_rank: Ranks, two_ranks: Ranks) -> None:
-    """DDP reduces the first batch of a process by itself, over several ranks."""
+    """DDP reduces the first batch of a process differently on several ranks."""
     assert one_rank.run(_warned) == [[]]
     for said in two_ranks.run(_warned):
         assert len(said) == 1
@@ -226,7 +226,7 @@ def _pulled(own: bool) -> list[int]:
 
 
 def test_batches_that_were_pulled_early_are_in_flight(two_ranks: Ranks) -> None:
-    """For the ranks to agree on the end of the data, by the pipeline or the user's EvenData."""
+    """The ranks agree on the end of the data, by the pipeline or by the user's EvenData."""
     for own in (False, True):
         assert two_ranks.run(_pulled, own) == [[0] * STEPS] * 2
 
@@ -244,9 +244,9 @@ def _kept_when_closed() -> tuple[bool, str]:
 
 
 def test_a_closed_pipeline_lets_go_of_what_was_pulled_early_at_once(two_ranks: Ranks) -> None:
-    """Else a forked worker of a loader may collect it, with its exchange, which aborts there.
+    """Otherwise a forked worker of a loader may collect it, with its exchange, and abort.
 
-    It has no state any more: it has dropped its batches.
+    The pipeline has no state any more: it has dropped its batches.
     """
     for kept, said in two_ranks.run(_kept_when_closed):
         assert not kept

@@ -68,7 +68,7 @@ def _different() -> dict[Case, Any]:
 
 
 def test_every_pipeline_equals_torchrec(two_ranks: Ranks) -> None:
-    """Outputs and all parameters after them are equal in every bit, on each rank.
+    """Outputs and all parameters after them are equal bit for bit on each rank.
 
     TorchRec's base pipeline gets the batches as the shuffler deals them, if there is one.
     """
@@ -76,10 +76,10 @@ def test_every_pipeline_equals_torchrec(two_ranks: Ranks) -> None:
 
 
 def test_the_inferred_dependences_are_sufficient(two_ranks: Ranks) -> None:
-    """Random stages and threads, late tasks, no dependence but those that a recording found.
+    """Random stages and threads have late tasks, and only the recorded dependences.
 
-    Once it did not find that the embeddings' backward needs the dense half's: no attribute leads
-    from the one to the other.
+    Once the recording did not show that the embeddings' backward needs the dense half's: no
+    attribute leads from the one to the other.
     """
     assert two_ranks.run(inferred_differences, Job(), STEPS, (1, 2)) == [{}, {}]
 

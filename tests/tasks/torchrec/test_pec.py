@@ -67,7 +67,7 @@ def _differences(optimizer: Any) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("optimizer", [SGD, torch.optim.Adagrad, WARM_UP])
 def test_the_plan_has_the_bits_of_the_serial_one(two_ranks: Ranks, optimizer: Any) -> None:
-    """And of a serial run of the eleven tasks, which exchange all rows at once.
+    """It equals a serial run of the eleven tasks, too, which exchange all rows at once.
 
     Each update has the rate of its look-up, though another batch's has come between.
     """
@@ -80,7 +80,7 @@ def _sizes(shared: float) -> tuple[Any, Any]:
 
 
 def test_both_exchanges_are_counted(two_ranks: Ranks) -> None:
-    """Under a serial plan nobody knows the batch after: all gradients come late."""
+    """Under a serial plan the next batch is not known: all gradients come late."""
     for ahead, serially in two_ranks.run(_sizes, 0.3):
         assert ahead.steps == serially.steps == STEPS
         assert min(ahead.early, ahead.late) > 0
@@ -139,7 +139,7 @@ def _resumed(number: int) -> list[Any]:
 
 
 def test_a_pipeline_that_is_resumed_beyond_its_trials_tries_again(two_ranks: Ranks) -> None:
-    """The links may be other ones; no plan is kept that was not measured."""
+    """The links may differ; no plan is kept that was not measured."""
     found = two_ranks.run(_resumed, 1000)
     assert found == [[["split"], ["split", "pec"], "pec"]] * 2
 
@@ -166,7 +166,7 @@ def _in_the_way() -> list[str]:
 
 
 def test_updates_that_are_still_to_come_stand_in_the_way(two_ranks: Ranks) -> None:
-    """Of the model by itself, of a checkpoint and of another pipeline, until all are drained."""
+    """They block the model, a checkpoint and another pipeline until all are drained."""
     for detached, saved, other, counted in two_ranks.run(_in_the_way):
         assert "still to come: call drain() first" in detached
         assert "the plan reads tables from before the update" in saved

@@ -191,7 +191,7 @@ ALONE = [
 
 
 def test_trainings_equal_torchrecs_under_schedules(one_rank: Ranks, two_ranks: Ranks) -> None:
-    """Losses, outputs, parameters, states: every class, with schedules and places in turn."""
+    """Losses, outputs, parameters and states of every class are equal, with varied schedules."""
     assert two_ranks.run(_different, CASES, 6, deadline_s=300.0) == [[], []]
     assert one_rank.run(_different, ALONE, 6) == [[]]
 

@@ -92,7 +92,7 @@ def _differs() -> list[Any]:
 
 
 def test_deferred_reductions_are_ddps(two_ranks: Ranks) -> None:
-    """Also outside of the pipeline, where the hook stays; with views, sparse or unused parts."""
+    """The hook stays outside the pipeline, too; with views, sparse or unused parts."""
     assert two_ranks.run(_differs) == [[], []]
 
 
@@ -117,7 +117,7 @@ def _waits() -> tuple[bool, bool]:
 
 
 def test_a_deferred_backward_waits_for_no_other_rank(two_ranks: Ranks) -> None:
-    """That wait was between the dense backward and that of the tables."""
+    """The wait was between the dense backward and that of the tables."""
     assert two_ranks.run(_waits) == [(True, True)] * 2
 
 
@@ -179,7 +179,7 @@ def _after_a_failure(pipeline_of: Any) -> list[str]:
 
 @pytest.mark.parametrize("pipeline_of", [TrainPipelineFusedSparseDist, TrainPipelineSemiSync])
 def test_a_batch_that_failed_leaves_no_gradients(two_ranks: Ranks, pipeline_of: Any) -> None:
-    """The gradients of its reductions, which end after it, are not added to the next batch's."""
+    """Their reductions end after it; they are not added to the next batch's gradients."""
     assert two_ranks.run(_after_a_failure, pipeline_of) == [[], []]
 
 
@@ -206,7 +206,7 @@ def _replayed() -> bool:
 
 
 def test_a_replayed_backward_has_reduced_gradients(two_ranks: Ranks) -> None:
-    """Not those of this rank, which it has when it returns."""
+    """They are not those of this rank, which it has when it returns."""
     assert two_ranks.run(_replayed) == [True, True]
 
 
@@ -229,5 +229,5 @@ def _own_hook() -> tuple[int, bool]:
 
 
 def test_a_hook_of_the_user_stays(one_rank: Ranks) -> None:
-    """Compression, for example: nothing is deferred then."""
+    """Compression is an example: nothing is deferred then."""
     assert one_rank.run(_own_hook) == [(1, False)]

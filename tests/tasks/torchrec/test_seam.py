@@ -75,7 +75,7 @@ class All2All_Pooled_Req(torch.autograd.Function):  # noqa: N801 - TorchRec's na
 
 
 def test_the_graph_is_cut_at_the_exchange() -> None:
-    """What lies behind it has no gradient yet, and then the right one."""
+    """The part behind it has no gradient yet, and then the right one."""
     table = torch.ones(2, requires_grad=True)
     seam = Seam()
     seam.cut(All2All_Pooled_Req.apply(table * 5) * 2).sum().backward()
@@ -86,7 +86,7 @@ def test_the_graph_is_cut_at_the_exchange() -> None:
 
 
 def test_tables_with_and_without_an_exchange_go_on_together() -> None:
-    """Those without lose nothing."""
+    """Tables without an exchange lose nothing."""
     far, near = (torch.ones(2, requires_grad=True) for _ in range(2))
     seam = Seam()
     seam.cut(All2All_Pooled_Req.apply(far * 5) + near * 3).sum().backward()

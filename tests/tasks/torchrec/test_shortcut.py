@@ -41,9 +41,9 @@ def _left_out(name: str, job: Job, memory: MemoryOptions) -> list[Tensor]:
 def test_each_task_can_be_left_out_alone(
     two_ranks: Ranks, job: Job, name: str, memory: MemoryOptions
 ) -> None:
-    """As many outputs as batches; what a collection remembers of ids is put back, too.
+    """There are as many outputs as batches; what a collection stores about ids is restored.
 
-    A replayed batch has its ids, whatever later tasks let go of.
+    A replayed batch has its ids, also if later tasks free them.
     """
     for outputs in two_ranks.run(_left_out, name, job, memory):
         assert len(outputs) == 1 + 4 * len(TASKS)
@@ -85,7 +85,7 @@ def _profiled() -> tuple[list[ProfileResult], list[str]]:
 
 
 def test_the_profiler_measures_all_eleven(two_ranks: Ranks) -> None:
-    """On two ranks, and some under the plan; training goes on as if there had been no profile.
+    """It measures on two ranks, and some under the plan; training continues unchanged.
 
     Each rank's report has the times of both.
     """

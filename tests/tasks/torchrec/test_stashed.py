@@ -102,7 +102,7 @@ def trained(
 
 
 def test_tables_are_away_during_the_dense_part_alone(two_ranks: Ranks) -> None:
-    """Bit-equal with TorchRec's base; between two calls the tables are whole."""
+    """Training equals TorchRec's base; between two calls the tables are complete."""
     for sharding in ("table_wise", "row_wise"):
         for differences, dense, body in two_ranks.run(trained, EMB, Job(sharding)):
             assert differences == []
@@ -134,7 +134,7 @@ def _cached() -> tuple[list[str], set[int], int, set[float]]:
 
 @pytest.mark.skipif(torchrec_class(EMS) is None, reason="this TorchRec has no such class")
 def test_caches_are_away_during_the_dense_part_alone(two_ranks: Ranks) -> None:
-    """They come back with their values; tables that are not marked stay."""
+    """They are restored with their values; tables that are not marked stay."""
     for differences, dense, body, values in two_ranks.run(_cached):
         assert differences == []
         assert dense == {0}
@@ -143,7 +143,7 @@ def test_caches_are_away_during_the_dense_part_alone(two_ranks: Ranks) -> None:
 
 
 def test_the_optimizers_state_is_away_until_its_step(two_ranks: Ranks) -> None:
-    """Bit-equal, with moments of Adam; from the second batch on there is something to move."""
+    """Training is equal with moments of Adam; from the second batch on there is some to move."""
     job = Job(optimizer=torch.optim.Adam, options={"lr": 0.01}, fused=False)
     for differences, dense, body in two_ranks.run(trained, OPT, job):
         assert differences == []
@@ -159,6 +159,6 @@ def _warned() -> str:
 
 
 def test_a_model_without_marked_tables_is_told(two_ranks: Ranks) -> None:
-    """TorchRec would move nothing, without a word."""
+    """TorchRec would silently move nothing."""
     for message in two_ranks.run(_warned):
         assert "stash_weights=True" in message

@@ -55,7 +55,7 @@ def _ours() -> list[str]:
 
 
 def test_pipelines_on_one_model_take_turns(two_ranks: Ranks) -> None:
-    """Six train and evaluate, each after each other: in mid-pass, bit for bit a plain loop."""
+    """Six train and evaluate, each after each other one: bit for bit as a plain loop."""
     assert two_ranks.run(_ours) == [[], []]
 
 
@@ -97,7 +97,7 @@ def _on_a_thread() -> list[str]:
 
 
 def test_the_model_is_not_taken_from_under_a_thread(one_rank: Ranks) -> None:
-    """Threads of a plan's own may work on batches in flight between two calls."""
+    """Threads of a hand-written plan may work on batches in flight between two calls."""
     ((other, detached, drained),) = one_rank.run(_on_a_thread)
     assert "has batches in flight, and threads (io) work on them" in other
     assert "threads (io) work on them: call drain() first" in detached
@@ -111,7 +111,7 @@ def test_the_model_is_not_taken_from_under_a_thread(one_rank: Ranks) -> None:
 def test_rows_that_were_read_are_not_changed_by_another(
     two_ranks: Ranks, name: str, options: dict[str, Any]
 ) -> None:
-    """It may evaluate; before it trains, the batches that have read them are drained."""
+    """It may evaluate; before it trains, the batches that have read them must be drained."""
     for *refused, lost, at_the_end in two_ranks.run(_looked_up, name, options):
         for said in refused:
             assert "another pipeline of this model has batches in flight, and they have" in said

@@ -55,7 +55,7 @@ def _broken_down() -> list[Any]:
 
 
 def test_a_breakdown_is_printed_on_rank_0(two_ranks: Ranks) -> None:
-    """``pipeline_breakdown`` of its trainer: one result for each batch."""
+    """``pipeline_breakdown`` of its trainer has one result for each batch."""
     assert two_ranks.run(_broken_down) == [[1, True], [1, False]]
 
 
@@ -76,7 +76,7 @@ def _seen_inside() -> list[Any]:
 
 
 def test_the_serial_pipeline_has_the_parts_that_its_document_names(one_rank: Ranks) -> None:
-    """The context of the last batch, the pipeline made anew, the model rewritten once."""
+    """These are the context of the last batch, a new pipeline, and one rewrite of the model."""
     assert one_rank.run(_seen_inside) == [[None, 1, 0, True, False, 3, True]]
 
 
@@ -94,7 +94,7 @@ def _differences() -> dict[str, list[str]]:
 
 
 def test_every_pipeline_trains_and_reports_as_recsys_examples_does(two_ranks: Ranks) -> None:
-    """(loss, tokens, output), or (reporting_loss, output), and parameters, bit for bit."""
+    """(loss, tokens, output) or (reporting_loss, output), and parameters, are equal bit for bit."""
     assert two_ranks.run(_differences) == [{}, {}]
 
 
@@ -147,7 +147,7 @@ def _own_evaluation(name: str) -> int:
 
 @pytest.mark.parametrize("name", ["jagged_none", "jagged_prefetch_sparse_dist"])
 def test_a_trainer_may_take_batches_by_itself(two_ranks: Ranks, name: str) -> None:
-    """Copied and shuffled; None ends the data. ``jagged_none`` never changes the model."""
+    """They are copied and shuffled; None ends the data. ``jagged_none`` never changes the model."""
     assert two_ranks.run(_own_evaluation, name) == [3, 3]
 
 
@@ -161,7 +161,7 @@ def _left() -> list[int]:
 
 
 def test_execute_all_batches_false_leaves_as_many_as_there(two_ranks: Ranks) -> None:
-    """One, or two with a prefetch: these its pipelines have pulled when the data ends."""
+    """One is left, or two with a prefetch: its pipelines have pulled them when the data ends."""
     assert two_ranks.run(_left) == [[1, 2, 0]] * 2
 
 
@@ -204,7 +204,7 @@ def _not_a_number(returns: str, asked: bool = False, there: str = "0") -> str:
 
 
 def test_a_loss_that_is_nan_is_an_error_on_all_ranks(two_ranks: Ranks) -> None:
-    """Where recsys-examples checks it, or who makes the pipeline asks for it."""
+    """recsys-examples checks it, or the caller asks for it."""
     raised = ["AssertionError: losses of batch 1 are NaN (on ranks 1)"] * 2
     assert two_ranks.run(_not_a_number, "tokens", False, "1") == raised
     assert two_ranks.run(_not_a_number, "tokens", True) == raised
@@ -233,7 +233,7 @@ def _refused() -> list[tuple[str, ...]]:
 
 
 def test_what_is_wrong_is_refused_by_name(one_rank: Ranks) -> None:
-    """With what to give instead; an averaged loss would be divided by the tokens once more."""
+    """The error says what to give; an averaged loss would be divided by the tokens once more."""
     for said, *parts in one_rank.run(_refused)[0]:
         assert all(part in said for part in parts), said
 
@@ -304,7 +304,7 @@ def _own_report() -> list[bool]:
 
 
 def test_reports_are_those_of_megatrons_data_parallel_ranks(two_ranks: Ranks) -> None:
-    """Where the script has initialised its groups."""
+    """The script has initialised its groups."""
     assert two_ranks.run(_own_report) == [[True] * 3] * 2
 
 
@@ -315,7 +315,7 @@ def _tensor_parallel(megatron: bool, finalized: bool) -> str:
 
 
 def test_tensor_parallelism_needs_megatrons_own_finalize(two_ranks: Ranks) -> None:
-    """finish_grad_sync alone would leave some gradients unreduced, without a word."""
+    """finish_grad_sync alone would silently leave some gradients unreduced."""
     said, _ = two_ranks.run(_tensor_parallel, True, False)
     assert said.startswith("ValueError: Megatron splits layers over ranks here")
     assert "finalize=lambda model: finalize_model_grads([model.module], None)" in said
@@ -325,7 +325,7 @@ def test_tensor_parallelism_needs_megatrons_own_finalize(two_ranks: Ranks) -> No
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_arguments_by_position_are_those_of_recsys_examples(pipeline: Any) -> None:
-    """With their defaults; what is ours is by keyword."""
+    """They have the same defaults; swpipe's own arguments are by keyword."""
     given = inspect.signature(pipeline).parameters.values()
     positional = {p.name: p.default for p in given if p.kind is p.POSITIONAL_OR_KEYWORD}
     several = {"execute_all_batches": True, "apply_jit": False, "pipeline_postproc": True}
@@ -348,7 +348,7 @@ def _as_the_serial_one() -> bool:
 
 
 def test_the_serial_pipeline_takes_a_shuffler_and_reports_two(two_ranks: Ranks) -> None:
-    """The shuffler was taken for another argument, without a word."""
+    """The shuffler was once silently taken for another argument."""
     assert two_ranks.run(_as_the_serial_one) == [True, True]
 
 
@@ -389,7 +389,7 @@ def test_the_names_are_those_of_recsys_examples(registry: type[TrainPipelineFact
 
 
 def test_a_pipeline_is_created_by_name(registry: type[TrainPipelineFactory]) -> None:
-    """Arguments are handed on, by position, by keyword, or from a configuration that stays."""
+    """Arguments are passed on by position, by keyword, or from an unchanged configuration."""
     registry.register("mine", _Mine)
     first, config = (MODEL, OPTIMIZER, CPU), {"type": "mine", "depth": 2}
     wanted = {"model": MODEL, "optimizer": OPTIMIZER, "device": CPU, "depth": 2}
@@ -402,7 +402,7 @@ def test_a_pipeline_is_created_by_name(registry: type[TrainPipelineFactory]) -> 
 def test_wrong_names_are_refused_with_those_that_exist(
     registry: type[TrainPipelineFactory],
 ) -> None:
-    """A KeyError as in recsys-examples, and a ValueError for a name that is taken."""
+    """The error is a KeyError as in recsys-examples, or a ValueError for a name that is taken."""
     for call in (
         lambda: registry.create("none", MODEL, OPTIMIZER, CPU),
         lambda: registry.unregister("none"),
