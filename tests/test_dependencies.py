@@ -82,7 +82,7 @@ def undeclared(package: Path, names: Declared) -> list[str]:
 
 @needs_repository
 def test_all_that_swpipe_imports_is_declared() -> None:
-    """At load from the dependencies, or for a workload its extra; in functions from any extra."""
+    """Imports at load are dependencies, or a workload's extra; in functions, any extra."""
     assert undeclared(PACKAGE, declared(PROJECT)) == []
 
 
@@ -98,7 +98,7 @@ def test_every_dependency_has_a_least_version() -> None:
 
 @needs_repository
 def test_the_guide_lists_the_dependencies() -> None:
-    """All of them, and no other: one was missing there, and one was listed that had gone."""
+    """It lists all of them, and no others: once one was missing, and one was obsolete."""
     page = (ROOT / "docs" / "guide" / "install.md").read_text(encoding="utf-8")
     (listed,) = re.findall(r"The first asks for ([^.]*)\.", page)
     names = re.split(r", | and ", re.sub(r" \(.*?\)", "", listed))

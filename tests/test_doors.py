@@ -148,9 +148,9 @@ def rows() -> dict[str, tuple[set[str], list[str]]]:
 
 
 def test_each_private_name_of_another_package_has_a_row() -> None:
-    """What is needed of another module of swpipe has a public name there; the rest is on a page.
+    """A name of another swpipe module must be public; all other private names are on a page.
 
-    What a row names and its module no longer uses is taken from the row.
+    If a module no longer uses a name, its row is removed.
     """
     listed = {path: symbols for path, (symbols, _) in rows().items()}
     used = uses(PACKAGE)
@@ -161,7 +161,7 @@ def test_each_private_name_of_another_package_has_a_row() -> None:
 
 
 def test_each_row_of_private_names_has_tests() -> None:
-    """They fail where the module's private names go."""
+    """They fail if the module's private names disappear."""
     assert [path for path, (_, tests) in rows().items() if not tests] == []
     tests = {test for _, named in rows().values() for test in named}
     assert [test for test in sorted(tests) if not (ROOT / test).exists()] == []
@@ -181,7 +181,7 @@ def test_each_row_of_private_names_has_tests() -> None:
     ],
 )
 def test_a_private_name_of_another_package_is_found(code: str, symbols: set[str]) -> None:
-    """As an attribute, an import and a string; one that the module defines is its own."""
+    """It may be an attribute, an import or a string; a name that the module defines is its own."""
     tree = ast.parse(code)
     assert private_symbols(tree, own_names(tree)) == symbols
 
@@ -215,5 +215,5 @@ def device_questions(package: Path) -> list[str]:
 
 
 def test_only_devices_know_their_kind() -> None:
-    """Elsewhere nothing is compared with "cpu" or "cuda": a device has an attribute for it."""
+    """Other code does not compare with "cpu" or "cuda": a device has an attribute for it."""
     assert device_questions(PACKAGE) == []

@@ -27,7 +27,7 @@ def plan(**given: Any) -> PipelinePlan:
 
 
 def test_the_host_waits_and_no_stream() -> None:
-    """The host wait stays, the event goes; so the device is in no order."""
+    """The host wait stays, the event goes; therefore the device is not ordered."""
     both, alone = (
         compile_plan(resolve_plan(p), streams=True) for p in (plan(), plan(host_only=[PAIR]))
     )
@@ -43,7 +43,7 @@ def test_the_host_waits_and_no_stream() -> None:
 
 
 def test_streams_wait_for_all_other_edges() -> None:
-    """An edge is host_only by itself, whatever is said of others."""
+    """Each edge is host_only by itself."""
     given = plan(host_only=[PAIR])
     schedule = {**given.schedule, "decode": TaskSchedule(1, "third")}
     beside = replace(given, schedule=schedule, deps=[("forward", "decode")])
@@ -56,7 +56,7 @@ def test_streams_wait_for_all_other_edges() -> None:
 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_it_protects_what_python_uses_on_the_host(on_host: bool) -> None:
-    """A counter; memory on two streams is refused with the pair and the reason."""
+    """It protects a counter; memory on two streams is refused with the pair and the reason."""
     io = [DeclaredIO(state="count", on_host=on_host)]
     tasks = [PipelineTask(name, print, io) for name in ("forward", "prefetch")]
     of = PipelinePlan(
@@ -82,7 +82,7 @@ def test_a_pair_without_an_edge_is_refused() -> None:
 
 
 def test_a_lookahead_tasks_side_becomes_it() -> None:
-    """Of the CPU alone; a task that says nothing waits on both sides."""
+    """The side is the CPU alone; a task that declares none waits on both sides."""
 
     def translated(**given: Any) -> PipelinePlan:
         tasks = (

@@ -82,7 +82,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_repository
 def test_a_clone_called_swpipe_does_not_hide_the_package(site: Path) -> None:
-    """Python finds the package, not the folder beside the script, and nothing else of the clone.
+    """Python finds the package, not the folder next to the script, and no other file of it.
 
     Its types are found where it is marked as typed.
     """
@@ -139,7 +139,7 @@ def test_a_type_checker_finds_the_package_beside_such_a_clone(site: Path) -> Non
 
 
 def test_a_system_without_fork_is_refused_in_one_sentence() -> None:
-    """As Windows, whose ``os`` lacks what swpipe asks for when it is loaded."""
+    """Windows is such a system: its ``os`` lacks names that swpipe needs."""
     code = "import os; del os.register_at_fork; import swpipe"
     done = run([sys.executable, "-c", code], ROOT)
     assert done.returncode == 1

@@ -287,12 +287,12 @@ print(*sorted(set(sys.modules) - before), flush=True)
 
 @pytest.mark.parametrize("door", [swpipe, swpipe.inference])
 def test_all_public_names_load(door: ModuleType) -> None:
-    """Each name in ``__all__`` is there, if loaded late."""
+    """Each name in ``__all__`` exists, also if it is loaded late."""
     assert [name for name in door.__all__ if not hasattr(door, name)] == []
 
 
 def test_names_loaded_late_are_listed() -> None:
-    """``dir`` has them: the pages of the API are made from it."""
+    """``dir`` lists them: the pages of the API are made from it."""
     assert {*swpipe.inference.__all__} <= {*dir(swpipe.inference)}
 
 

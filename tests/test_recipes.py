@@ -136,7 +136,7 @@ def test_a_system_is_folders_of_one_name() -> None:
 
 
 def test_each_system_has_a_page() -> None:
-    """A folder of tasks has a page of its name; plans of its own have that name, too."""
+    """A folder of tasks has a page of its name; its plans have that name, too."""
     root = Path(__file__).parent.parent
     folders = {path.parent.name for path in (root / "swpipe" / "tasks").glob("*/__init__.py")}
     pages = {path.stem for path in (root / "docs" / "guide").glob("*.md")}

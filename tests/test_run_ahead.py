@@ -38,7 +38,7 @@ def on_streams(**given: Any) -> PipelinePlan:
 
 @pytest.mark.parametrize("wrong", [-1, 1_001, True])
 def test_what_is_no_number_of_iterations_is_refused(wrong: Any) -> None:
-    """By the plan, whoever it was given to."""
+    """The plan refuses it, no matter which function got it."""
     rule = f"run_ahead is {wrong!r}: give how many iterations the host may launch ahead"
     with pytest.raises(PlanError, match=rule):
         SWPipeline(on_streams(run_ahead=wrong), device=VirtualDevice(0))
@@ -47,7 +47,7 @@ def test_what_is_no_number_of_iterations_is_refused(wrong: Any) -> None:
 
 
 def test_the_default_is_one_iteration_or_no_limit() -> None:
-    """Where nothing is said, the device has a whole period launched; or there is no limit."""
+    """The device has a whole period launched by default, or there is no limit."""
     device = VirtualDevice(0)
     with SWPipeline(on_streams(run_ahead=2), device=device) as pipe:
         assert pipe.plan.run_ahead == pipe.plan.launch_limit == 2
@@ -156,7 +156,7 @@ FRONTS: dict[str, Callable[..., PipelinePlan]] = {
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_every_front_end_takes_it_and_says_where_it_means_nothing(front: str) -> None:
-    """On a CPU, which is never behind the host."""
+    """It has no effect on a CPU, which is never behind the host."""
     with pytest.warns(RuntimeWarning, match=MEANS_NOTHING):
         assert FRONTS[front](run_ahead=2).run_ahead == 2
     assert FRONTS[front]().run_ahead is None

@@ -174,7 +174,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_refused_with_what_to_give(name: str) -> None:
-    """Some did nothing, some failed far from the mistake, and one looked like the end of data."""
+    """Some did nothing, some failed far from the cause, and one looked like the end of data."""
     call, said = MISTAKES[name]
     with pytest.raises((TypeError, ValueError), match=said):
         call()

@@ -52,7 +52,7 @@ def test_a_storage_counts_once_until_its_last_holder_is_gone() -> None:
 
 
 def test_what_a_task_needs_while_it_runs_is_told_apart() -> None:
-    """From what it leaves; a task that frees before it makes needs less than both."""
+    """It is separate from its results; a task that frees before it allocates needs less."""
 
     def make(ctx: IterContext) -> None:
         ctx.x = (empty(40) + empty(40)) + empty(40)  # three are there at once
@@ -99,7 +99,7 @@ class Movable:
 
 
 def test_objects_with_to_hold_their_tensors() -> None:
-    """As a batch that was copied to the device does."""
+    """A batch that was copied to the device is an example."""
 
     def copy(ctx: IterContext) -> None:
         ctx.there = Movable(empty(2))
@@ -138,7 +138,7 @@ def test_gradients_are_held_until_the_next_iteration_sets_them_to_none() -> None
 
 
 def test_of_several_batches_the_one_that_holds_most_counts() -> None:
-    """And none is an error."""
+    """No batch is an error."""
 
     def read(ctx: IterContext) -> None:
         ctx.x = empty(ctx.batch)

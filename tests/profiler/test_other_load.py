@@ -54,7 +54,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
 def test_what_is_not_ones_own_is_of_others(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, is_rank: bool, used: float
 ) -> None:
-    """One's children are one's own, those that have ended too, and so are ranks of the same job."""
+    """Child processes, also ended ones, and ranks of the same job are one's own."""
     monkeypatch.setattr(other_load, "is_alone", lambda: not is_rank)
     before = load_so_far()
     assert before is not None
@@ -68,12 +68,12 @@ def test_what_is_not_ones_own_is_of_others(
 
 
 def test_a_machine_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No Linux, or a kernel that hides it."""
+    """It is no Linux, or its kernel hides the load."""
     monkeypatch.setattr(other_load, "_PROC", tmp_path)
     assert load_so_far() is None
 
 
 @pytest.mark.parametrize(("used", "is_busy"), [(0.1, False), (0.3, True)])
 def test_a_tenth_of_the_cores_is_much(used: float, is_busy: bool) -> None:
-    """Of two, 0.2."""
+    """For two cores it is 0.2."""
     assert OtherLoad(used, 2).is_busy is is_busy

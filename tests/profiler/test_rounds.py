@@ -145,7 +145,7 @@ def measured(
 
 
 def test_each_kind_is_visited_once_per_round_in_another_order() -> None:
-    """Between visits without a shortcut; before the first round, iterations warm up."""
+    """Between visits there is no shortcut; before the first round, iterations warm up."""
     kinds: list[Kind] = [*"abcdef"]
     machine = Machine()
     found = measured(machine, kinds, num_rounds=4)
@@ -177,7 +177,7 @@ def test_a_machine_that_gets_slower_does_not_change_what_is_saved() -> None:
 
 
 def test_a_time_limit_is_kept() -> None:
-    """At least two rounds; then as many as are over within the time."""
+    """There are at least two rounds; then as many as end within the time."""
     assert len(measured(Machine(), [READ], seconds=1e-9).completed) == 2
     machine = Machine()
     found = measured(machine, [READ], seconds=200.0)
@@ -281,7 +281,7 @@ def test_on_several_ranks_nothing_is_in_flight_between_visits(
 
 
 def test_an_interrupt_keeps_the_rounds_that_are_whole() -> None:
-    """From the second one on."""
+    """It keeps them from the second one on."""
     with pytest.raises(KeyboardInterrupt):
         measured(Machine(raises={READ: KeyboardInterrupt()}, after=7), [READ, STEP])
     machine = Machine(raises={READ: KeyboardInterrupt()}, after=11)

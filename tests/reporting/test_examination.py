@@ -73,7 +73,7 @@ def of_data(**options: Any) -> DataLoader[Any]:
 
 
 def test_a_clean_loop_with_a_worker_has_no_findings(host: TimedHost) -> None:
-    """Of a loader's workers the loop's thread only takes batches; a plan has its threads."""
+    """The loop's thread only takes the workers' batches; a plan has its threads."""
     tasks = [*training(), waiting(host)]
     plan = PipelinePlan(
         {t: TaskSchedule(thread_group="io" if t.name == "decode" else "default") for t in tasks}
@@ -88,13 +88,13 @@ def test_a_clean_loop_with_a_worker_has_no_findings(host: TimedHost) -> None:
 
 
 def test_a_clean_loop_over_a_list_has_no_findings() -> None:
-    """Batches in memory, and reading a loss that is on the host anyway."""
+    """It has batches in memory, and reads a loss that is on the host anyway."""
     log = PipelineTask("log", lambda ctx: ctx.loss.item())
     assert examined([*training(), log], batches()) == ()
 
 
 def test_all_state_is_put_back() -> None:
-    """An examination trains nothing."""
+    """An examination leaves the training as it was."""
     weight = nn.Parameter(torch.ones(8))
 
     def train(ctx: IterContext) -> None:
@@ -145,7 +145,7 @@ class Slow(SequentialSampler):
 
 
 def test_workers_that_are_too_slow_are_no_finding(host: TimedHost) -> None:
-    """The loop waits for a loader that works ahead: that is what the advice of the profile says."""
+    """The loop waits for a loader that works ahead: the advice of the profile says so."""
     data = TensorDataset(torch.ones(4096, 8))
     loader = DataLoader(data, 4, sampler=Slow(host, data), num_workers=1)
     assert rules(examined(training(), loader)) == []
@@ -166,7 +166,7 @@ def test_a_task_that_holds_the_interpreter_lock_is_found(
     declared: dict[str, Any],
     is_found: bool,
 ) -> None:
-    """A task that is all Python, if another process could do it: none that trains."""
+    """It is all Python, and another process could run it: a task that trains is none."""
     contender = contend(monkeypatch, host)
 
     def parse(ctx: IterContext) -> None:

@@ -22,7 +22,7 @@ _RUN = 480  # iterations: whole passes of all batches
 def test_a_report_says_what_is_true(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The step; the verdict; the first advice, what it saves; the ceiling, and that it holds."""
+    """Step, verdict, the first advice and its saving, and the ceiling are true."""
     case = CASES[name]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(case.cores)})
     kind, *about = case.loader or ("",)

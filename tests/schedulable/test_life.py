@@ -58,7 +58,7 @@ def test_a_subclass_is_a_task_and_arguments_win_over_its_attributes() -> None:
 
 
 def test_init_that_fails_leaves_no_pipeline() -> None:
-    """Its error comes out of the constructor."""
+    """The constructor raises its error."""
 
     class Fails(CountTokens):
         reads = ()
@@ -84,7 +84,7 @@ def ahead(log: Log) -> SchedulablePipeline:
 
 
 def test_after_shutdown_nothing_runs() -> None:
-    """Twice is as good as once, and as leaving the block."""
+    """A second call does nothing, nor does leaving the block."""
     with ahead(Log()) as pipe:
         pipe.progress(iter(range(3)))
         pipe.shutdown()

@@ -48,9 +48,9 @@ class Scaled(FullySharded):
 
 
 def test_a_scaler_refuses_a_replayed_backward_and_nothing_differs(tmp_path: Path) -> None:
-    """Sharding computes the gradients of its shards itself; a replay leaves none for the scaler.
+    """Sharding computes the gradients of its shards; a replay leaves none for the scaler.
 
-    With the step shortcut too, nobody asks for them.
+    If the step is shortcut, too, they are not needed.
     """
     refused = []
     with process_group(tmp_path):
@@ -71,7 +71,7 @@ def of_sharded() -> list[tuple[str, ...]]:
 
 @pytest.mark.slow
 def test_two_ranks_train_on_unchanged(two_ranks: Ranks) -> None:
-    """Each task alone and some in pairs, with parameters on two ranks."""
+    """Each task alone and some pairs are shortcut, with parameters on two ranks."""
     assert two_ranks.run(of_sharded) == [[], []]
 
 

@@ -138,7 +138,7 @@ LOOPS = (
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo
 @pytest.mark.parametrize("make", LOOPS)
 def test_training_goes_on_as_without_shortcuts(make: type[Loop]) -> None:
-    """No task fails while others are shortcut, and what is trained afterwards is equal in bits."""
+    """No task fails while others are shortcut, and later training is equal bit for bit."""
     pairs = combinations(NAMES, 2) if make in (Loop, GradientsAsIo) else ()
     assert differing(make, [*((name,) for name in NAMES), *pairs]) == []
 
@@ -181,7 +181,7 @@ class Diverging(GradientsAsIo):
 
 
 def test_replayed_gradients_drift_unless_state_is_restored() -> None:
-    """The rule: a shortcut runs for few iterations, then state is restored; the cache stays."""
+    """Therefore a shortcut runs for few iterations, then state is restored; the cache stays."""
     loop = Diverging()
     serial = PipelinePlan.serial(loop.tasks)
     with SWPipeline(serial, loop.tasks) as pipe:

@@ -74,7 +74,7 @@ def _all_kinds() -> list[str]:
 
 
 def test_the_eleven_tasks_are_declared(two_ranks: Ranks) -> None:
-    """However the sharded modules are called, with a shuffler and modules that run ahead."""
+    """Any call of the sharded modules is covered, with a shuffler and modules that run ahead."""
     assert two_ranks.run(_all_kinds) == [[], []]
 
 
@@ -95,7 +95,7 @@ def test_a_users_function_of_the_losses_is_not_declared_for_him(two_ranks: Ranks
 
 
 def test_stages_share_nothing_but_their_batches() -> None:
-    """Each has a state of its own, as TorchRec runs them."""
+    """Each has its own state, as in TorchRec."""
     stages = [PipelineStage(name, lambda rows: rows, None) for name in ("a", "b", "b")]
     pipe = StagedTrainPipeline(stages).pipe
     assert _unproved(pipe.tasks, {"staged": lambda: pipe.plan}) == []

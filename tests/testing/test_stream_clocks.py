@@ -30,7 +30,7 @@ class Graph:
 
 @pytest.mark.examples
 def test_clocks_are_the_closure_of_launches_and_waits() -> None:
-    """In random programs, for each pair of a launch and a stream."""
+    """Random programs agree for each pair of a launch and a stream."""
     for seed in seeds("stream clocks", 30):
         compare(seed)
 
@@ -90,7 +90,7 @@ def test_a_write_races_with_all_reads_that_it_is_not_after() -> None:
 
 
 def test_memory_given_again_keeps_its_history_but_for_recorded_streams() -> None:
-    """What ``record_stream`` named is done before the memory is given again; nothing else is."""
+    """What ``record_stream`` named is done before the memory is reused; nothing else is."""
     clocks, memory = history()
     memory.add(use(clocks, 1, "recorded", False, ALL))
     memory.add(use(clocks, 2, "not recorded", False, ALL))

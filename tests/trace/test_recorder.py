@@ -87,7 +87,7 @@ def test_a_span_has_its_times_from_the_beginning_of_the_recording(
 
 
 def test_spans_of_all_threads_are_put_in_order(recorder: Recorder, clock: HostClock) -> None:
-    """They come by their start, with the thread group of their lane."""
+    """They are sorted by start, with the thread group of their lane."""
     turn(recorder, clock, (0, 40, 60))
     on_a_thread(lambda: turn(recorder, clock, (0, 5, 90), INSTRUCTIONS["h2d"], 2))
     first, second = recorder.finish()
@@ -117,7 +117,7 @@ def test_a_stop_without_its_start_is_no_span(recorder: Recorder, clock: HostCloc
 def test_a_task_that_runs_when_recording_ends_is_left_out(
     recorder: Recorder, clock: HostClock
 ) -> None:
-    """Its stop comes too late, on the thread that it was started on; so does a later thread."""
+    """Its stop comes too late, on its own thread; so does a later thread."""
     turn(recorder, clock, (0, 5, None))
     before = recorder.finish()
     turn(recorder, clock, (None, None, 20))
@@ -202,7 +202,7 @@ def stream_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 def test_streams_have_spans_of_their_own(device: TimingDevice) -> None:
-    """Each task has one on the stream that it gave work to, as long as that work took."""
+    """Each task has one on the stream that it used, as long as its work."""
     with SWPipeline(piped(), tasks(**working(device)), device=device) as pipe:
         with pipe.trace() as trace:
             pipe.run(range(3))
@@ -239,7 +239,7 @@ def recorded(device: TimingDevice, turns: int) -> tuple[Recorder, Program]:
 
 
 def test_events_are_dropped_once_they_are_reached(device: TimingDevice) -> None:
-    """Where a device has no backlog, only the base event stays."""
+    """If a device has no backlog, only the base event stays."""
     recorder, _ = recorded(device, turns=100)
     assert len(device.alive) == 1
     assert [s.duration_ns for s in stream_spans(recorder.finish())] == [1_000_000] * 100
@@ -274,7 +274,7 @@ class InterruptedEvent(Event):
 def test_the_device_s_clock_is_read_beside_the_host_s(
     device: TimingDevice, clock: HostClock, lost_us: list[int], error_us: int
 ) -> None:
-    """Until both are read close to each other; by how much it may be off is told."""
+    """They are read again until both are close; the possible error is stored."""
     base = InterruptedEvent(device, clock, lost_us)
     read = DeviceClock(device, {}, base, origin_ns=0)
     assert read.error_ns == error_us * 1000

@@ -139,7 +139,7 @@ def uneven(number: int) -> list[dict[str, float]]:
 
 
 def test_rank_0_reports_the_slowest_rank(two_ranks: Ranks) -> None:
-    """Once the others have reported, and without a collective: they never wait for each other."""
+    """It does so once the others have reported, without a collective: no rank waits."""
     first, second = two_ranks.run(uneven, 1)
     assert ["swpipe/worst_rank" in row for row in second] == [False, False]
     assert first[-1] == pytest.approx(

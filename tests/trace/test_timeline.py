@@ -43,7 +43,7 @@ def texts(source: str) -> list[str]:
 
 
 def test_traces_are_stacked(tmp_path: Path) -> None:
-    """Each has its heading and rows, starts at 0, and tells its streams from its threads."""
+    """Each has its heading and rows, starts at 0, and names its streams and its threads."""
     pytest.importorskip("matplotlib")
     later = [replace(s, start_ns=s.start_ns + 900 * MS, end_ns=s.end_ns + 900 * MS) for s in READS]
     heights = []
@@ -71,7 +71,7 @@ def test_rows_boxes_and_the_axis_are_named(tmp_path: Path) -> None:
 
 
 def test_each_iteration_has_its_colour(tmp_path: Path) -> None:
-    """On every row; the legend tells which, as long as no colour stands for two."""
+    """It is the same on every row; a legend names it unless a colour stands for two."""
     source = svg(tmp_path, [*READS, *TRAINS])
     assert [colour for colour in COLORS if colour.lower() in source] == list(COLORS[:4])
     assert "iteration 3" in texts(source)
@@ -80,7 +80,7 @@ def test_each_iteration_has_its_colour(tmp_path: Path) -> None:
 
 
 def test_waits_are_hatched(tmp_path: Path) -> None:
-    """This is explained where it occurs, and only there."""
+    """A legend explains this only if it occurs."""
     plain = svg(tmp_path, READS)
     assert "<pattern" not in plain
     assert "waiting" not in texts(plain)
@@ -102,7 +102,7 @@ def test_other_iterations_of_a_window_are_drawn_too(tmp_path: Path) -> None:
 
 
 def test_a_name_that_does_not_fit_is_upright_or_gives_way(tmp_path: Path) -> None:
-    """To the iteration; and where not even that fits the box stays empty."""
+    """It gives way to the iteration; if not even that fits, the box stays empty."""
     spans = [
         Span("a_long_name", 1, IO, 0, 600 * MS),
         Span("a_long_name_of_a_task", 2, IO, 600 * MS, 630 * MS),

@@ -27,7 +27,7 @@ def ahead(slack: int) -> PipelinePlan:
 
 
 def test_a_plan_that_absorbs_slow_batches_is_chosen_for_many_ranks() -> None:
-    """On the ranks of the trial two plans took the same time; the simpler one is kept there."""
+    """On the ranks of the trial two plans took the same time; there the simpler one is kept."""
     names = {"no slack": 0, "slack": 3}
     tried = [Candidate(n, ahead(k), 10_000, (), (10_000, 10_010)) for n, k in names.items()]
     assert choose(tried).name == "no slack"

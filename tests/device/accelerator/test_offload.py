@@ -113,7 +113,7 @@ def test_as_few_pairs_are_taken_as_max_bytes_needs(layers: Layers) -> None:
 
 
 def test_a_tensor_that_is_modified_before_its_copy_is_refused() -> None:
-    """torch refuses it in the same way if it stays on the device."""
+    """Torch refuses it in the same way if it stays on the device."""
 
     def forward(ctx: IterContext) -> None:
         x = torch.rand(2**16, device=DEVICE, requires_grad=True)

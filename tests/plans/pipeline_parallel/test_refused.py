@@ -119,7 +119,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 
 @pytest.mark.parametrize(("call", "words"), REFUSED)
 def test_what_is_refused(call: Callable[[], Any], words: str) -> None:
-    """In one line, which names the cell, the action or the field, and the rule."""
+    """The error is one line with the cell, the action or the field, and the rule."""
     with pytest.raises(ScheduleError, match=words) as caught:
         call()
     assert "\n" not in str(caught.value)

@@ -99,7 +99,7 @@ def pairs_on(schedule: PipelineSchedule, rank: int) -> int:
 
 
 def test_pairs_have_the_bits_of_one_process(two_ranks: Ranks) -> None:
-    """Losses, output, gradients; each pair of the schedule was one run of two plans.
+    """Losses, output and gradients are equal; each pair was one run of two plans.
 
     Some microbatches' backward passes are I and W.
     """
@@ -110,7 +110,7 @@ def test_pairs_have_the_bits_of_one_process(two_ranks: Ranks) -> None:
 
 
 def test_pipelines_that_share_experts_run_pairs(four_ranks: Ranks) -> None:
-    """Their exchanges meet within pairs, too; of torch's order."""
+    """Their exchanges match within pairs, too, and in torch's order."""
     schedule = torch_schedule("dualpipev", 2, 6)
     assert all(pairs_on(schedule, rank) for rank in range(2))
     found = four_ranks.run(different, schedule, 2, deadline_s=DEADLINE_S)
@@ -132,6 +132,6 @@ def with_hooks() -> tuple[int, int]:
 
 
 def test_hooks_of_modules_are_called(two_ranks: Ranks) -> None:
-    """Plans of layers do not call them: such chunks run their pairs one after the other."""
+    """Plans of layers do not call them: such chunks run their pairs serially."""
     found = two_ranks.run(with_hooks, deadline_s=DEADLINE_S)
     assert found == [(2 * 2 * 6, 0)] * 2  # of two stages, two layers each

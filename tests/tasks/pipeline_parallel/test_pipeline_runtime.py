@@ -95,13 +95,13 @@ PLACEMENTS = [(1, 0, 1, 0), (0, 1, 1, 1), (0, 1, 1, 0, 1, 0, 0, 1)]
 
 
 def test_several_ranks_give_the_bits_of_one_process(two_ranks: Ranks, four_ranks: Ranks) -> None:
-    """Losses, outputs, gradients; with an evaluation of another size after each step."""
+    """These are losses, outputs and gradients, with an evaluation of another size per step."""
     for ranks in (two_ranks, four_ranks):
         assert none_different(ranks, [made(*case, ranks.size) for case in CASES[ranks.size]])
 
 
 def test_any_valid_order_gives_the_same_bits(two_ranks: Ranks) -> None:
-    """Orders and placements at random: what the checker lets pass, the runtime runs."""
+    """Orders and placements are random: the runtime runs all that the checker accepts."""
     schedules = [random_schedule(place, 3, seed) for seed, place in enumerate(PLACEMENTS)]
     assert none_different(two_ranks, schedules)
 
@@ -112,7 +112,7 @@ WITH_COLLECTIVES = (
 
 
 def test_collectives_run_where_the_schedule_has_them(two_ranks: Ranks) -> None:
-    """All of them, or only reductions."""
+    """It has all of them, or only reductions."""
     schedule = PipelineSchedule.from_csv(WITH_COLLECTIVES)
     reductions = WITH_COLLECTIVES.replace("0UNSHARD,", "").replace("1UNSHARD,", "")
     reductions = reductions.replace(",0RESHARD", "").replace(",1RESHARD", "")
@@ -178,7 +178,7 @@ def after_two_steps() -> list[tuple[list[Tensor], list[Tensor]]]:
 def test_steps_leave_nothing_behind(one_rank: Ranks) -> None:
     """Running means have seen each microbatch once.
 
-    Gradients replace those of the step before, which would be scaled a second time.
+    Gradients replace those of the previous step, which would be scaled a second time.
     """
     ((buffers, grads),) = one_rank.run(after_two_steps)
     assert all(map(torch.equal, *buffers))
@@ -212,13 +212,13 @@ def of_one_rank(modules: list[nn.Module]) -> PipelineRuntime:
 
 
 def test_gradients_replace_those_before_or_are_added_to_them(one_rank: Ranks) -> None:
-    """As ``accumulate`` says, on a schedule and in the serial runtime: the bits of a plain loop."""
+    """``accumulate`` decides, under a schedule and serially: the bits of a plain loop."""
     assert one_rank.run(wrong_gradients, of_one_rank) == [[]]
     assert wrong_gradients(lambda modules: SerialRuntime(modules, 2, squared)) == []
 
 
 def test_buffers_are_kept() -> None:
-    """Running means are as they were before a measurement."""
+    """Running means are the same as before a measurement."""
     module = Stateful()
     before = [buffer.clone() for buffer in module.buffers()]
     with kept_buffers([module]):
@@ -248,7 +248,7 @@ def steps_after_a_failure() -> list[str]:
 
 
 def test_a_runtime_that_failed_is_not_used_again(one_rank: Ranks) -> None:
-    """Its error comes as itself; the next call says why it refuses."""
+    """Its error is raised unchanged; the next call says why it refuses."""
     ((first, second),) = one_rank.run(steps_after_a_failure)
     assert first == "planted"
     assert "make a new runtime" in second
@@ -303,7 +303,7 @@ def told_of_passes() -> list[str]:
 
 
 def test_a_collective_inside_a_pass_is_refused(two_ranks: Ranks) -> None:
-    """At the first, where it would wait for ranks at other passes; also of hooks and losses."""
+    """The first one is, also in hooks and losses: it would wait for ranks at other passes."""
     reduces = "starts the collective allreduce_ inside a pass"
     for rank, told in enumerate(two_ranks.run(told_of_passes)):
         assert [reduces in one for one in told] == [True] * (4 + rank)
@@ -347,7 +347,7 @@ def refusals() -> list[str]:
 
 
 def test_what_cannot_run_is_refused_on_all_ranks(two_ranks: Ranks) -> None:
-    """In one line; no rank waits for another, whose mistake it may be."""
+    """The error has one line; no rank waits for a rank whose mistake it may be."""
     told, alike = two_ranks.run(refusals, deadline_s=DEADLINE_S)
     assert told == alike
     for one, words in zip(
@@ -393,7 +393,7 @@ def say_what_is_wrong() -> list[str]:
 
 
 def test_batches_that_do_not_fit_are_refused(one_rank: Ranks) -> None:
-    """Before anything runs: the next step works."""
+    """They are refused before anything runs: the next step works."""
     (told,) = one_rank.run(say_what_is_wrong)
     assert told == [
         "input 0 has 7 rows, which 2 microbatches do not divide: give a multiple of 2",
@@ -445,7 +445,7 @@ def what_ranks_are_told() -> list[str]:
 
 
 def test_what_one_rank_refuses_all_ranks_raise(two_ranks: Ranks) -> None:
-    """A batch: the next step runs. A pass: on a rank that was done, at its next step."""
+    """After a wrong batch, the next step runs. A failed pass is raised at the next step, too."""
     first, second = two_ranks.run(what_ranks_are_told)
     batch_of_none = "rank 0 failed before the step: ValueError: input 0 has 0 rows"
     assert batch_of_none in first[0]
@@ -458,6 +458,6 @@ def test_what_one_rank_refuses_all_ranks_raise(two_ranks: Ranks) -> None:
 
 
 def test_there_has_to_be_a_process_group() -> None:
-    """Said before anything is made."""
+    """The error comes before anything is made."""
     with pytest.raises(RuntimeError, match="there is none: call torch.distributed.init_process_"):
         PipelineRuntime(ALONE, {}, squared)

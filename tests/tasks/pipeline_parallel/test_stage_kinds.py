@@ -62,7 +62,7 @@ def check(kind: str, outcome: list[Outcome], words: str | None) -> None:
 
 
 def test_stages_of_any_kind_give_the_numbers_of_one_process(two_ranks: Ranks) -> None:
-    """Two steps, the second of which adds to gradients: each kind under one schedule in turn."""
+    """There are two steps, the second of which adds to gradients; each kind has one schedule."""
     schedules = list(orders(2).values())
     cases: list[Case] = [
         (kind, schedules[place % len(schedules)]) for place, kind in enumerate(KINDS)
@@ -72,7 +72,7 @@ def test_stages_of_any_kind_give_the_numbers_of_one_process(two_ranks: Ranks) ->
 
 
 def test_stages_that_need_an_order_are_refused_in_another(one_rank: Ranks) -> None:
-    """Four stages on a rank, whose passes come in an order at random."""
+    """A rank has four stages, whose passes come in a random order."""
     schedule = random_schedule((0, 0, 0, 0), 4, 1)
     cases: list[Case] = [(kind, schedule) for kind in KINDS if kind not in NEVER]
     for (kind, _), outcome in zip(cases, run(one_rank, cases), strict=True):
@@ -80,14 +80,14 @@ def test_stages_that_need_an_order_are_refused_in_another(one_rank: Ranks) -> No
 
 
 def test_the_serial_runtime_is_a_plain_loop(one_rank: Ranks) -> None:
-    """Which the others are compared with."""
+    """The other runtimes are compared with it."""
     cases: list[Case] = [(kind, None) for kind in KINDS if not kind.startswith("raises")]
     for (kind, _), outcome in zip(cases, run(one_rank, cases), strict=True):
         check(kind, outcome, None)
 
 
 def test_what_stages_hand_on_may_vary_if_said(two_ranks: Ranks) -> None:
-    """Each microbatch has a header of its own; others run as before."""
+    """Each microbatch then has its own header; other schedules run as before."""
     schedules = orders(2)
     kinds = ("changing shapes", "a dict", "output transposed")
     cases: list[Case] = [(kind, schedules[name]) for kind, name in product(kinds, ("1f1b", "zbv"))]
@@ -102,7 +102,7 @@ def test_what_stages_hand_on_may_vary_if_said(two_ranks: Ranks) -> None:
 def test_every_kind_runs_under_every_schedule(
     order: str, n_ranks: int, two_ranks: Ranks, four_ranks: Ranks
 ) -> None:
-    """On 2 and on 4 ranks: equal in every bit, or refused on all ranks."""
+    """On 2 and on 4 ranks, the bits are equal, or all ranks refuse."""
     ranks = two_ranks if n_ranks == 2 else four_ranks
     schedule = orders(n_ranks)[order]
     kinds = list(KINDS)

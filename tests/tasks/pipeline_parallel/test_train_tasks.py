@@ -67,7 +67,7 @@ def trained(plan: str, *, serial: bool = False) -> tuple[list[Tensor | None], li
 
 
 def test_all_plans_train_the_same_numbers(two_ranks: Ranks) -> None:
-    """Under each ready-made plan the ranks have the losses and parameters of a plain loop."""
+    """Under each ready-made plan, losses and parameters are those of a plain loop."""
     losses, parameters = trained_by_hand()
     cuts = [len(list(module.parameters())) for module in whole(4)]
     rest = iter(parameters)
@@ -84,7 +84,7 @@ def test_all_plans_train_the_same_numbers(two_ranks: Ranks) -> None:
 
 
 def test_the_next_batch_is_loaded_while_the_schedule_runs_in_one_order_on_all_ranks() -> None:
-    """On a thread of its own, a stage ahead; the step is globally ordered in every plan."""
+    """It is on a separate thread, a stage ahead; the step is globally ordered in every plan."""
     ahead = PLANS["ahead"]()
     assert (ahead.schedule[LOAD].stage, ahead.schedule[STEP].stage) == (0, 1)
     assert ahead.schedule[LOAD].thread_group != ahead.schedule[STEP].thread_group == "default"
@@ -103,7 +103,7 @@ def costs() -> Any:
 
 
 def test_costs_are_measured_alike_on_all_ranks(two_ranks: Ranks) -> None:
-    """Per stage, with the median of several rounds; gradients stay as they were."""
+    """They are medians of several rounds per stage; gradients stay as they were."""
     (ours, grads), (theirs, _) = two_ranks.run(costs)
     assert ours == theirs
     assert set(grads) == {None}
@@ -118,7 +118,7 @@ def costs_of_a_slow_runtime() -> Any:
 
 
 def test_the_time_of_the_runtime_belongs_to_the_passes(two_ranks: Ranks) -> None:
-    """To F and I of each of four stages alike; nothing of it is in W."""
+    """It belongs to F and I of each of four stages alike, and not to W."""
     for found in two_ranks.run(costs_of_a_slow_runtime):
         assert [round(time / 1e6, 2) for time in (*found.forward, *found.backward)] == [1] * 8
         assert max(found.weight) < 1e6
@@ -133,7 +133,7 @@ def hop_of_one_second() -> float:
 
 
 def test_a_hop_is_half_of_the_time_to_and_fro(two_ranks: Ranks) -> None:
-    """In ms."""
+    """It is in ms."""
     assert two_ranks.run(hop_of_one_second) == [500, 500]
 
 
@@ -184,7 +184,7 @@ def memory(again: bool) -> tuple[Any, float, float]:
 
 
 def test_memory_is_measured_and_foretold(two_ranks: Ranks) -> None:
-    """In bytes; of stages with several tensors, and of such that are computed once more."""
+    """It is in bytes, for stages with several tensors, and with recomputation."""
     for again in (False, True):
         found = two_ranks.run(memory, again)
         for costs, predicted, seen in found:
