@@ -1,4 +1,4 @@
-"""The duration of an evaluation with work before and after its model, beside its lower bound.
+"""The duration of an evaluation with work before and after its model, over its lower bound.
 
 Tokens take 15 ms, the model 20 ms, labels 18 ms, and there are 40 batches. The functions sleep and
 compute a little. The bound is the time of the model, plus the tokens of the first batch and the

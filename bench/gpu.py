@@ -1,12 +1,12 @@
-"""Copies, computation and a second stream on CUDA, beside a manual loop; then ``bench.device``.
+"""Copies, computation and a second stream on CUDA, and in a manual loop; then ``bench.device``.
 
     memcpy      copy i + 1  (host to device)
     caller's    compute i   (matrix products)
     offload     offload i - 1  (device to host)
 
-Each uses a part of the machine of its own, but all of them the device's memory: so what they take
-together is measured beside what a loop by hand takes, with streams and events. The loops of
-``bench.device`` come first, in one table. ``python -m bench.gpu``.
+Each uses its own part of the machine, but all use the device's memory. Therefore their total time
+is compared with that of a hand-written loop with streams and events. The loops of ``bench.device``
+come first, in one table. ``python -m bench.gpu``.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ print(*(1e3 * seconds for seconds in (end - middle, middle - begin, first - midd
 
 
 def rows(rounds: int = 20) -> list[Row]:
-    """Return the import time over its limit, beside ``import torch``, and the first batch's time.
+    """Return the import time over its limit, that of ``import torch``, and the first batch's time.
 
     The first batch's time is the minimum of all rounds, since other processes delay single ones.
     """

@@ -1,4 +1,4 @@
-"""Steps as ``simulate(ranks=)`` predicts them, beside steps on 2 and 4 ranks with slow reads.
+"""Steps that ``simulate(ranks=)`` predicts, and steps on 2 and 4 ranks with slow reads.
 
     thread loader   read i+2 ......... | read i+3 ....       a sleep; 4 times as long at times
     stream net      exchange i+1 ..|                         a sleep, then all ranks meet by gloo

@@ -1,4 +1,4 @@
-"""A V schedule whose pairs overlap, beside the same one in sequence: PP 2 x EP 2 on four ranks.
+"""A V schedule whose pairs overlap, and the same one in sequence: PP 2 x EP 2 on four ranks.
 
 Ranks 0, 1 and 2, 3 share the experts of a stage; the pipelines are ranks 0, 2 and 1, 3. The link is
 emulated: an exchange of the experts takes 5 ms and no core. The checker predicts both from costs

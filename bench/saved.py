@@ -54,7 +54,7 @@ def since(revision: str, sections: Sequence[str], rounds: int) -> list[Row]:
         rounds: How many processes measure each of the two.
 
     Returns:
-        A row for each ratio: now, beside before, and the one over the other.
+        A row for each ratio: now, before, and now over before.
 
     Raises:
         ValueError: ``revision`` names no commit of this checkout.

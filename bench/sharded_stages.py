@@ -1,4 +1,4 @@
-"""FSDP stages whose collectives take 5 ms: swpipe's runtime beside torch's.
+"""FSDP stages whose collectives take 5 ms: swpipe's runtime compared with torch's.
 
 Two pipelines of two ranks run torch's interleaved 1F1B with six stages on each rank. A stage is
 sharded over the two ranks that have it. It stands for a layer of Llama 3 8B, 218 million
@@ -6,17 +6,17 @@ parameters in bfloat16, with 4,096 tokens per microbatch, on GPUs that compute 4
 linked by 400 Gb/s: F takes 4.3 ms, I 4.7, W 4.0, and a collective 4.4.
 
     torch's runtime    gathers the next three stages, and waits for each reduction
-    torch's cells      the same schedule on swpipe's runtime, whose passes run beside a reduction
+    torch's cells      the same schedule on swpipe's runtime, whose passes overlap reductions
     ours               that, with cells of ``place_collectives`` with room for three stages
 
 Each of them holds at most three unsharded stages, and the input of one reduction. Passes sleep, as
-in ``bench.pipeline_parallel``, and so does who waits for the emulated link, which runs one
+in ``bench.pipeline_parallel``, and so does a wait for the emulated link, which runs one
 collective at a time: 2 cores suffice for 4 ranks. All times are stretched by four, link and passes
 alike: the Python of torch, FSDP and the runtime, 1 to 2 ms per pass on these cores, would be the
 third part of a step otherwise, where a GPU computes while the host runs ahead.
 
-Two rows without a bar show what is seen without that: times as they are, and stages that compute,
-where the ranks share the cores and a pass that runs beside a collective saves little.
+Two rows without a bar show the results without this: unscaled times, and stages that compute,
+where the ranks share the cores and a pass that overlaps a collective saves little.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two usual ways to write a pipelined engine, for swpipe to be measured beside.
+"""Two usual ways to write a pipelined engine, with which swpipe is compared.
 
 :class:`TaskQueues` hands over each task::
 

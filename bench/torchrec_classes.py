@@ -1,4 +1,4 @@
-"""swpipe's class of each of TorchRec's names beside TorchRec's own, on one rank and two.
+"""swpipe's class of each of TorchRec's names compared with TorchRec's, on one rank and two.
 
 Both train a model of their own on the same batches with one torch thread per rank, alternately: in
 each trial each trains for some steps, in the steady state. Small steps show what a class costs the

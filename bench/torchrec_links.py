@@ -1,4 +1,4 @@
-"""Every plan beside TorchRec's best exact class: DLRM on two ranks, links of 0, 5 and 20 ms.
+"""Every plan and TorchRec's best exact class: DLRM on two ranks, links of 0, 5 and 20 ms.
 
     python -m bench torchrec_links      about 13 minutes on an idle machine with two cores
 
@@ -8,7 +8,7 @@ ones must end with the same parameters, bit for bit. Each row is a plan of swpip
 TorchRec's that is best on that link; the best exact plan has a bar. A row of the lower bound, which
 no exact plan can be below (``bench.sparse_bound``), says how far a plan could get. "Uncut" plans
 run one backward for the dense part and the tables, which the host does sooner, and which overlaps
-less. "pipeline_forward" is ``TrainPipelineBase`` with that option, and also stands beside
+less. "pipeline_forward" is ``TrainPipelineBase`` with that option, and is also compared with
 TorchRec's own base pipeline, which has no more batches in flight.
 """
 

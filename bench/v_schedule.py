@@ -1,4 +1,4 @@
-"""The time of the published V generator, beside torch's class for a V of the same size."""
+"""The time of the published V generator, and of torch's class for a V of the same size."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ Loaders are a ``DataLoader`` with workers, or have a thread. The step is timed i
 report, on an idle machine.
 
 The verdict and the first advice must be right for each loop, and at most two intervals may miss the
-truth. Beside two busy processes "too busy to tell" is right, too.
+truth. With two busy processes, "too busy to tell" is right, too.
 
 ``python -m bench.verdicts [--busy 2] [LOOP ...]`` measures the named loops, on an idle machine or
-beside so many busy processes.
+with this number of busy processes.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def loader_of(case: Case) -> Any:
 
 
 class Found(NamedTuple):
-    """A report's statements on a loop, beside the truth.
+    """A report's statements on a loop, and the truth.
 
     Attributes:
         step_ms: The truth, timed without a report.
@@ -333,7 +333,7 @@ def rows_of(found: Sequence[Found], where: str) -> list[Row]:
 
 
 def rows() -> list[Row]:
-    """Return the rows of all loops on an idle machine, and beside busy processes."""
+    """Return the rows of all loops on an idle machine, and with busy processes."""
     alone = rows_of(measured(), "idle")
     return alone + rows_of(measured(busy=BUSY), f"beside {BUSY} busy processes")
 

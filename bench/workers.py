@@ -1,10 +1,10 @@
-"""A function that is too slow for one thread, on several: what waits, and what decodes.
+"""A function that is too slow for one thread, on several threads: a read, and decoding.
 
-reading   a remote read of 40 ms before a body of 10 ms, on 1 to 8 threads: beside the least that
-          is to be had, max(40 / workers, 10)
-decoding  zlib or PNG to an array, which leave the interpreter lock, before a body that only
-          waits, on as many threads as cores (4 at most): beside torchdata's ParallelMapper and
-          spdl by as many threads, and a DataLoader with as many processes
+reading   a remote read of 40 ms before a body of 10 ms, on 1 to 8 threads: compared with the
+          lower bound, max(40 / workers, 10)
+decoding  zlib or PNG to an array, which release the interpreter lock, before a body that only
+          waits, on as many threads as cores (4 at most): compared with torchdata's ParallelMapper
+          and spdl with as many threads, and a DataLoader with as many processes
 """
 
 from __future__ import annotations

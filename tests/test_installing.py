@@ -1,4 +1,4 @@
-"""An installed swpipe, as a script beside a clone finds it; unsupported systems."""
+"""An installed swpipe, as a script next to a clone finds it; unsupported systems."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     It is installed as ``pip install --editable .`` does it, by the same build backend.
     """
     folder = tmp_path_factory.mktemp("editable")
-    # By other tests, and by lint and docs beside them; what Python is writing has two suffixes.
+    # By other tests, lint and docs, which run at the same time; Python writes to two suffixes.
     written_meanwhile = (".hypothesis", ".*_cache", "*.pyc.*", "build", "dist", "_build", "out")
     left_out = shutil.ignore_patterns(".git", ".venv*", *written_meanwhile)
     shutil.copytree(ROOT, folder / "swpipe", symlinks=True, ignore=left_out)

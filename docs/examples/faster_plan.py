@@ -35,4 +35,4 @@ print(diff)
 
 assert advice.task == "read"
 assert 0.01 < diff.iteration.saved.value_s < 0.03  # 20 ms in truth
-assert after.exposed_s["read"] < before.exposed_s["read"]  # it runs beside the training now
+assert after.exposed_s["read"] < before.exposed_s["read"]  # it overlaps training now

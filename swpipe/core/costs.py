@@ -1,4 +1,4 @@
-"""Costs of tasks: measured by the profiler, or written by hand for another machine."""
+"""Costs of tasks: measured by the profiler, or given by the user for another machine."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _exchanges(length: int | None) -> int:
 
 
 def test_ranks_that_know_their_length_tell_each_other_little(two_ranks: Ranks) -> None:
-    """They compare the begin, the last sixteenth of the steps, and the end; else each step, too."""
+    """They communicate at the begin, in the last sixteenth and at the end; others at each step."""
     assert two_ranks.run(_exchanges, 160) == [1 + 10 + 2] * 2
     assert two_ranks.run(_exchanges, None) == [1 + 160 + 2] * 2
 

@@ -1,4 +1,4 @@
-"""In what ranks differ is told fact by fact."""
+"""The differences between ranks are reported one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random endings on one rank, two and four, beside the plain loop."""
+"""Random endings on one rank, two and four, compared with the plain loop."""
 
 from __future__ import annotations
 

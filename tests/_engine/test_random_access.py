@@ -1,4 +1,4 @@
-"""Random draws do not depend on other pipelines: beside, between, within or left behind."""
+"""Random draws do not depend on other pipelines: parallel, between, within or abandoned ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands measure of a workload, and their text on a plan that was tuned for it."""
+"""The measurements of workloads by commands, and the text on a tuned plan."""
 
 from __future__ import annotations
 

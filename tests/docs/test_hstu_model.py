@@ -1,4 +1,4 @@
-"""The HSTU model of the examples: its layer beside a dense reference, and its batches."""
+"""The HSTU model of the examples: its layer equals a dense reference; its batches."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_a_change_comes_after_those_who_read_before(how: str) -> None:
 
 
 def test_writing_a_view_comes_after_reads_of_its_base() -> None:
-    """Also if the base's attribute was deleted; views that are only read need no order."""
+    """This holds if the base's attribute was deleted; views that are only read need no order."""
 
     def drop(ctx: Any) -> None:
         del ctx.a

@@ -65,7 +65,7 @@ def test_recorded_effects_are_the_stated_ones(rng: random.Random) -> None:
 
     needed = recording.dependences()
     edges = [Edge(c, p, 0) for c, p in needed.deps] + [Edge(*e) for e in needed.cross_iter_deps]
-    # Dependences are between tasks; planners keep what shares a state with the body beside it.
+    # Dependences are between tasks; planners keep those that share a state with the body in place.
     effects = {name: of for name, of in recording.effects.items() if name not in OTHERS}
     kept = Orders(tuple(effects), edges)
     lost = [c for c in conflicts(effects) if not kept.implies(edge_of(c))]

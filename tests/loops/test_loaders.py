@@ -115,7 +115,7 @@ class LateRows(Rows):
 
 @ahead
 def a_loader_that_draws_from_the_second_pass_on(over: Over) -> Any:
-    """Switch augmentation on between two passes, beside a body that draws."""
+    """Switch augmentation on between two passes of a body that draws."""
     rows = LateRows()
     parts, losses = Training(), []
     with over(batches(rows), parts.tasks()) as loop:

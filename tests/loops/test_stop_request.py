@@ -350,7 +350,7 @@ def asks_launcher(stop, rank):
         threading.Event().wait(1e-3)
 """
 IN_STEP = 'if "ASKS" in os.environ and ctx.iter_idx == 3: asks_launcher(stop, rank)'
-# CPython 3.11 can hang in a child that is forked beside other threads.
+# CPython 3.11 can hang in a child that is forked while other threads run.
 OF_RANK_0 = """
         num_workers=(workers := int(rank == 0 and "ASKS" in os.environ)),
         multiprocessing_context="spawn" if workers else None"""

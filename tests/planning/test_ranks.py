@@ -135,7 +135,7 @@ TWO = CostModel({"read": TaskCost(host_us=6_000), "train": TaskCost(host_us=10_0
 
 
 def on_cpu(**more: Any) -> PipelinePlan:
-    """Return a plan of a read beside training."""
+    """Return a plan of a read that overlaps training."""
     return PipelinePlan(NO_STREAMS, deps=[("train", "read")], **more)
 
 

@@ -134,7 +134,7 @@ def test_an_event_orders_the_work_before_it(waits: bool) -> None:
 
 
 def test_an_event_is_of_one_batch() -> None:
-    """Without streams it says only that the task existed."""
+    """Without streams it says only whether the task has recorded it."""
     log = Log()
     seen: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""How many random examples a test runs: a few fixed ones, or, every night, many new ones.
+"""The number of random examples of a test: a few fixed ones, or, every night, many new ones.
 
 Every test that draws examples takes their number, and its seeds, from here.
 

@@ -18,7 +18,7 @@ RANKS = Ranks(256, slow={"read": (0.02, 4.0)})
 
 
 def ahead(slack: int) -> PipelinePlan:
-    """Return a plan of a read beside training, ``count`` batches further ahead."""
+    """Return a plan of a read that overlaps training, ``count`` batches further ahead."""
     schedule = {
         "read": TaskSchedule(thread_group="io"),
         "train": TaskSchedule(1 + slack, globally_ordered=True),

@@ -328,7 +328,7 @@ x = torch.ones(3, device="sim")
 x + 1
 torch.accelerator.synchronize()
 backend.lag(1e5)
-warnings.simplefilter("ignore")  # Python's, of forks beside threads
+warnings.simplefilter("ignore")  # Python's, about forks with threads
 child = os.fork()
 if child == 0:
     torch.manual_seed(1)

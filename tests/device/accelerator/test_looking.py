@@ -38,7 +38,7 @@ def spinning(name: str, ms: float) -> PipelineTask:
 
 
 def two_streams() -> PipelinePlan:
-    """Return a plan of 6 ms of device work beside 8 ms."""
+    """Return a plan of 6 ms and 8 ms of device work that overlap."""
     return PipelinePlan(
         {
             spinning("ahead", 6.0): TaskSchedule(0, "side"),

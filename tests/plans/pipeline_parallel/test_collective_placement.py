@@ -1,4 +1,4 @@
-"""Where parameters are gathered and freed, and gradients reduced, and how long that takes."""
+"""The places where parameters are gathered and freed, and gradients reduced, and their times."""
 
 from __future__ import annotations
 

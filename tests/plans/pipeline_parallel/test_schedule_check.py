@@ -1,4 +1,4 @@
-"""What check_schedule computes, and what it refuses."""
+"""The results of check_schedule, and the schedules that it refuses."""
 
 from __future__ import annotations
 

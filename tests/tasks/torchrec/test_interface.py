@@ -93,7 +93,7 @@ def test_a_class_without_a_counterpart_says_what_to_use_instead(name: str) -> No
 
 
 def test_every_class_of_torchrecs_can_be_imported() -> None:
-    """And the installed TorchRec's modules have no other that extends TrainPipeline."""
+    """The installed TorchRec's modules have no other class that extends TrainPipeline."""
     base = train_pipelines.TrainPipeline
     assert all(issubclass(getattr(ours, name), base) for name in NAMES)
     found = {

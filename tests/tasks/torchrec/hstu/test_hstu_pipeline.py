@@ -44,7 +44,7 @@ def test_progress_returns_loss_tokens_and_output() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_factory_makes_a_pipeline_by_name(name: str) -> None:
-    """With or without the prefetch; its own registry, not that of the eleven tasks' pipelines."""
+    """A pipeline has a prefetch or none; its registry is not the eleven tasks' pipelines'."""
     assert HSTUPipelineFactory.list() == NAMES
     assert not {*NAMES} & {*PipelineFactory.list()}
     model, optimizer = made("plain")
