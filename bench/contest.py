@@ -1,4 +1,4 @@
-"""Measure all contenders on two ranks in turn, and the parts of a step."""
+"""Measure all contenders on two ranks alternately, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def contest(
     size: Size,
     names: Sequence[str] | None = None,
 ) -> Contest:
-    """Time all contenders in turn on each link, and compare the parameters they trained."""
+    """Time all contenders alternately on each link, and compare the parameters they trained."""
     sharpen_timers()
     found = Contest()
     chosen = [c for c in CONTENDERS if names is None or c.name in names]

@@ -117,7 +117,7 @@ def bags(size: Size, which: range) -> Any:
 
 
 def sharded(model: nn.Module, collections: Mapping[str, Any]) -> nn.Module:
-    """Return the model with sharded tables: each collection's tables go to the ranks in turn."""
+    """Return the model with sharded tables: each collection's tables go round the ranks."""
     sharder: Any = EmbeddingBagCollectionSharder()
     world = dist.get_world_size()
     plans = {}

@@ -49,7 +49,7 @@ def test_the_largest_lever_gives_what_it_promises(host: TimedHost) -> None:
 def test_the_thread_of_a_plans_loader_takes_none_from_the_tasks(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two cores, a serial profile of a plan that pulls on a thread pulls in turn."""
+    """On two cores, a serial profile of a plan that pulls on a thread pulls on the caller's."""
     monkeypatch.setattr("swpipe.profiler.advice.cores", lambda: 2)
     tasks = sleepers(host, read=6, train=7, step=2)
     plan = prefetch_plan(["read"], ["train", "step"], carried=[("train", "step")])

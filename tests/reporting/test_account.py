@@ -99,7 +99,7 @@ def test_what_threads_of_libraries_compute_counts(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_loader_that_works_ahead_sets_the_floor() -> None:
-    """No plan makes it faster; a loader that is called in turn can get a thread."""
+    """No plan makes it faster; a loader that takes turns can get a thread."""
     profile = profile_of({"read": 0.3, "exchange": 0.3, "train": 0.4})
     waits = changed(profile, blocked_s=profile.host_s)
     for works_ahead, saved_s in ((True, 0.3), (False, 0.6)):

@@ -57,7 +57,7 @@ class VirtualMachine:
         return self._device.launch(partial(_mix_with, tag, there), *buffers, into=into, work=work)
 
     def tasks(self) -> list[PipelineTask]:
-        """Return the case's tasks; globally ordered ones check that they run in turn."""
+        """Return the case's tasks; globally ordered ones check that they run in order."""
         specs = enumerate(self._case.workload.tasks)
         return [
             PipelineTask(spec.name, partial(self._run, n, spec), reads=reads_of(spec))
