@@ -28,7 +28,7 @@ PLANS = {
 
 @pytest.fixture(params=PLANS, name="plan")
 def any_plan(request: pytest.FixtureRequest) -> PipelinePlan:
-    """Each plan in turn."""
+    """Return a plan; each test runs with every plan."""
     return PLANS[request.param]
 
 
