@@ -47,14 +47,14 @@ class Shape:
     Attributes:
         what: In words.
         parts: (host ms, device ms), one after the other: the work that trains.
-        batches: On the host; four, which come again and again.
+        batches: Four batches on the host, which repeat.
         launches: Small kernels to launch besides.
         exchange_ms: Device work on the batch that may run ahead, on a stream of its own.
         syncs: The step ends with ``.item()``.
         pageable: The batches lie in memory that is not pinned.
         gains: There is a copy or an exchange to hide.
-        link_us: What a copy takes on the simulated device, per MiB.
-        launch_us: What a launch costs the host there, besides what torch takes.
+        link_us: The time of a copy on the simulated device, per MiB.
+        launch_us: The host's time for a launch there, in addition to torch's.
     """
 
     what: str

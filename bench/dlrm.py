@@ -36,8 +36,8 @@ class Size:
 
     Attributes:
         tables: Embedding tables, dealt to the ranks in turn; one feature each.
-        rows: Of each table.
-        dim: Of each embedding.
+        rows: The rows of each table.
+        dim: The size of each embedding.
         batch: Rows of a rank's part of a batch.
         ids: Ids per row and feature: 0 to twice that, less one, on average this less a half.
         bottom: Layers of the dense arch.

@@ -75,10 +75,10 @@ class EmulatedLink:
     Attributes:
         latency_ms: Least time from a collective's issue to its end; may be set at any time, and
             holds for those issued after that.
-        bytes_per_s: What a rank can send; may be set at any time, too.
+        bytes_per_s: The bytes that a rank can send; may be set at any time.
         in_turn: Whether a collective begins only when the one before it has ended.
         issued: How often each function was called.
-        exchanges: Those that were waited for, in that order, since ``recording`` was set.
+        exchanges: The exchanges since ``recording`` was set, in the order of their waits.
         recording: Whether to keep ``exchanges``.
     """
 

@@ -49,7 +49,7 @@ class Case:
     """A plan whose tasks block.
 
     Attributes:
-        what: What is special about it.
+        what: Its special property.
         ms: Task to how long it blocks, in ms.
         plan: The plan.
     """

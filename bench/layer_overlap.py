@@ -35,12 +35,12 @@ class Measured:
 
     Attributes:
         rows: Sequences in a microbatch.
-        layers: With experts.
-        serial_ms: One task after the other, a figure per round.
-        overlapped_ms: By the plan.
-        work_ms: Of one microbatch without latency: forward, backward, and of the latter the part
+        layers: The number of layers with experts.
+        serial_ms: The serial time, a figure per round.
+        overlapped_ms: The time under the plan.
+        work_ms: The work of one microbatch without latency: forward, backward, and the part of it
             that nothing but the optimizer waits for.
-        same: Both trained the same bits.
+        same: Whether both trained the same bits.
     """
 
     rows: int

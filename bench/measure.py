@@ -38,11 +38,11 @@ class Row:
     """A line of the table.
 
     Attributes:
-        what: What was measured.
+        what: The name of the measurement.
         ours: swpipe's figure, with its unit.
-        beside: What it is held against, with its unit.
+        beside: The time or size that it is compared with, with its unit.
         ratio: Ours over that; None where the row only informs.
-        bar: What the ratio's median must not pass; None where the row only informs.
+        bar: The limit for the ratio's median; None if the row is for information.
     """
 
     what: str

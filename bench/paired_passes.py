@@ -30,7 +30,7 @@ class Measured:
     Attributes:
         paired_ms: Pairs overlap, a figure per round.
         sequence_ms: F and B of each pair one after the other.
-        predicted_ms: Of both.
+        predicted_ms: The predicted times of both.
         same: Whether gradients were equal, bit for bit.
     """
 

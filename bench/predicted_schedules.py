@@ -63,7 +63,7 @@ class Step:
 
     Attributes:
         stages: This rank's stages.
-        report: What is predicted, in ms, from costs that are measured before, as a user would.
+        report: The prediction, in ms, from costs that are measured before, as a user would.
     """
 
     def __init__(self, name: str, scale: float) -> None:

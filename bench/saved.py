@@ -51,7 +51,7 @@ def since(revision: str, sections: Sequence[str], rounds: int) -> list[Row]:
     Args:
         revision: A commit of this checkout.
         sections: Their names; all if there are none.
-        rounds: How many processes measure each of the two.
+        rounds: The number of processes that measure each of the two.
 
     Returns:
         A row for each ratio: now, before, and now over before.

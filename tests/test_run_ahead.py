@@ -62,7 +62,7 @@ class AskedDevice(StreamDevice[str]):
     """An idle device that records how many batches were pulled at each query.
 
     Attributes:
-        pulled: How many batches were.
+        pulled: The number of pulled batches.
         asked: The notes.
     """
 

@@ -241,11 +241,11 @@ class RankingConfig:
 
     Attributes:
         items: Rows of the table of items.
-        width: Of an embedding and of a token.
-        heads: Of the attention; they divide the width.
-        layers: How many.
+        width: The width of an embedding and of a token.
+        heads: The number of heads of the attention; it divides the width.
+        layers: The number of layers.
         longest: The greatest number of events in a history.
-        learning_rate: Of Adagrad, for all parameters.
+        learning_rate: Adagrad's learning rate, for all parameters.
     """
 
     items: int = 2048

@@ -219,8 +219,8 @@ def answers_of_ranks(
         store: The store.
         keys: The key that each rank writes, by rank.
         timeout_s: The largest time in seconds to wait.
-        omission: What a rank that has not written its key did not do, for an error.
-        advice: What to do about it.
+        omission: The step that a rank without a key has not done, for an error.
+        advice: The fix, for an error.
 
     Raises:
         RuntimeError: A rank has not written its key in time, or the store is gone.

@@ -243,7 +243,7 @@ class Offload:
     the tasks by ``offloaded``, and schedule them by ``with_offload``.
 
     Args:
-        name: Of the pair, as in "stash layer3".
+        name: The name of the pair, as in "stash layer3".
         after: The task after which the memory goes to the host.
         before: The task that uses it again.
         device: The pipeline's device.

@@ -48,7 +48,7 @@ class Access:
 
     Attributes:
         task: The task; "" outside swpipe's tasks.
-        iteration: From 0; outside tasks, how many items the loop had handed out.
+        iteration: The number from 0; outside tasks, that of the items that the loop has returned.
         place: The line that launched it, "file.py:12"; "backward" for autograd's own work.
         operator: The name of the operator, such as ``aten::copy_``.
         stream: The plan's name for it, or "default stream", "stream 3", "host".

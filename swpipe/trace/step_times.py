@@ -44,7 +44,7 @@ class StepTimes(Observer):
             ``add_scalar``. A function that is called as ``wandb.log`` is: with the values, their
             names after "swpipe/", and ``step=``.
         every: Steps between two reports.
-        last: Of how many steps the percentiles are.
+        last: The number of steps over which the percentiles are taken.
 
     Raises:
         TypeError: A sink is none of these.

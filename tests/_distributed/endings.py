@@ -206,7 +206,7 @@ class _Script:
     """The script of a rank, as a user writes it.
 
     Attributes:
-        outputs: What the steps have computed.
+        outputs: The results of the steps.
         told: The errors that the script has seen.
     """
 

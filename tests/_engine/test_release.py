@@ -37,7 +37,7 @@ class Job:
 
     Attributes:
         alive: (task, iteration) to which values of the iteration were alive when it began.
-        odd: What a task is to do besides, by its name.
+        odd: An additional action of a task, by its name.
     """
 
     def __init__(self) -> None:

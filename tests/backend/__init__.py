@@ -115,10 +115,10 @@ def misbehaving(
         late_streams: Unless someone waits for it, work starts up to so many microseconds late.
         event_timing: Without, ``elapsed_time`` raises RuntimeError.
         record_stream: Without, ``Tensor.record_stream`` raises NotImplementedError.
-        streams: How many streams a device has to hand out, in turn, for either priority.
+        streams: The number of streams that a device has for each priority; they are reused.
         no_new_streams: Every new stream is the default stream.
         poison: Freed memory is overwritten with 0xFF on the stream that it was made on.
-        link_us_per_mib: So many microseconds longer take copies between host and device, per MiB.
+        link_us_per_mib: The additional time of copies between host and device, per MiB.
     """
     _settle()
     pool = 0 if no_new_streams else streams
@@ -139,8 +139,8 @@ def charging(
     """Charge the host for launches within the block, as a real device does.
 
     Args:
-        launch_us: For each kernel, in microseconds, besides what torch takes.
-        queue: How many items a stream has at most that it has not begun; the host waits for room.
+        launch_us: The time per kernel, in microseconds, in addition to torch's.
+        queue: The most items of a stream that have not begun; the host waits for room.
             The default is what CUDA has on an H200.
         pageable_blocks: A copy from memory that is not pinned is done when the call returns.
     """

@@ -31,8 +31,8 @@ class Done(NamedTuple):
     """The result of a job.
 
     Attributes:
-        out: What was printed.
-        err: What was said on stderr.
+        out: The standard output.
+        err: The standard error.
         codes: Exit codes, by rank; empty where all went well.
     """
 

@@ -24,11 +24,11 @@ class Way:
             pulled within ``progress``: what a loader draws there is the plan's author's business.
         draws: The model may draw as in the plain loop; a task with ``random=True`` has draws of its
             own.
-        fails: What may fail with nothing lost. Under a plan of the user's own an error of a task
-            comes at once, and what is in flight is dropped; earlier iterations, too.
-        goes_on: After an error of the iterator the next call goes on with it; a loop has ended.
-        drains: Has ``drain``.
-        replays: Has ``replay``, used where nothing is in flight.
+        fails: The calls that may fail without a loss. Under a plan of the user's own, an error of a
+            task comes at once, and all iterations in flight are dropped, also earlier ones.
+        goes_on: Whether the next call continues after an iterator's error; a loop has ended.
+        drains: Whether it has ``drain``.
+        replays: Whether it has ``replay``, which is used if nothing is in flight.
     """
 
     loaders: ClassVar[tuple[str, ...]] = tuple(LOADERS)

@@ -25,7 +25,7 @@ class Kind:
     """A kind of device.
 
     Attributes:
-        name: What it is.
+        name: The name of the kind.
         new: A new device of it; None where it has no streams.
         run: Runs a random case; what is wrong, or something false.
         plans: How many random plans run in one go; without a guard that has no case of its own

@@ -19,8 +19,8 @@ class Reached:
 
     Attributes:
         reached: Whether it is.
-        looks: After so many looks it is reached by itself; None for never.
-        recorded: How often it was recorded.
+        looks: The number of queries after which it is reached; None for never.
+        recorded: The number of times that it was recorded.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Pool(PinnedPool):
     """A pool whose buffers are not pinned, since pinning needs an accelerator.
 
     Attributes:
-        buffers: All that were made.
+        buffers: All buffers that were made.
     """
 
     def __init__(self, device: LateDevice, most: int) -> None:

@@ -32,7 +32,7 @@ class Block(NamedTuple):
 
     Attributes:
         line: The line it starts on, from 1.
-        kind: What follows the fence: the language, or a directive with its argument.
+        kind: The text after the fence: the language, or a directive with its argument.
         code: Its text; for an included example, that of the file.
         before: The text between the block before it and this one.
     """

@@ -142,14 +142,14 @@ class Program:
     """A loop, derived from a seed.
 
     Attributes:
-        kind: Of the loader.
-        size: So many batches a pass has.
-        loader: What it draws.
-        body: What the body draws.
-        functions: How many functions run ahead.
+        kind: The kind of the loader.
+        size: The number of batches in a pass.
+        loader: The draws of the loader.
+        body: The draws of the body.
+        functions: The number of functions that run ahead.
         workers: Threads for them.
-        draws: What is said.
-        leaves: After so many batches each pass is left; 0 for never.
+        draws: The declaration.
+        leaves: The number of batches after which each pass is left; 0 for never.
     """
 
     def __init__(self, seed: int) -> None:

@@ -85,9 +85,9 @@ def trained(ends: Any, way: str, then: str) -> list[Tensor]:
     """Return the results of a loop over ``EvenData``.
 
     Args:
-        ends: As of ``EvenData``.
+        ends: See ``EvenData``.
         way: "plain", "ahead", or "task": the step is one of an overlapped loop.
-        then: What becomes of the first pass: it is "ended", "left", or "resumed".
+        then: The end of the first pass: it is "ended", "left", or "resumed".
     """
     training = Training()
     pad = pad_with(PAD) if ends == "pad" else None

@@ -267,11 +267,11 @@ class Program:
     """A loop that fails or is left at one place, with what it has done.
 
     Attributes:
-        where: What fails, or how the loop is left.
-        at: At which batch.
+        where: The part that fails, or the way in which the loop is left.
+        at: The batch at which this happens.
         calls: The batches that the function on the caller's thread has had.
-        written: What the last function behind has written.
-        results: What the loop's body has got.
+        written: The results that the last function has written.
+        results: The results that the loop's body has got.
     """
 
     def __init__(self, where: str, at: int) -> None:

@@ -16,7 +16,7 @@ class Fault:
 
     Attributes:
         room: The list that has it, without its ending.
-        name: What is wrong with the faulty code, in kebab case; unique in all lists.
+        name: The fault of the code, in kebab case; unique in all lists.
         promise: The page in ``docs/guide``, a colon, and the promise that the fault breaks.
         file: The file to edit, from the root of the repository.
         find: Text that occurs exactly once in the file.

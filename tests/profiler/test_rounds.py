@@ -22,7 +22,7 @@ class Machine:
     """A stand-in for a timer and its pipeline that notes shortcuts; a round ends with "|".
 
     Args:
-        takes_s: How long an iteration takes with this kind shortcut, in this visit (from 0).
+        takes_s: The time of an iteration with this kind shortcut, in this visit (from 0).
         raises: Kind to what its visits raise, from visit ``after`` on.
         modified: The kinds whose cache later tasks have modified at the end of a visit.
     """

@@ -24,19 +24,19 @@ class Case(NamedTuple):
     """A loop, and the truth about it.
 
     Attributes:
-        tasks: What each takes; "train" and "log" have a state each, "evaluate" that of "train", the
-            others are pure.
+        tasks: The time of each; "train" and "log" have a state each, "evaluate" that of "train",
+            the others are pure.
         loader: Whether it works ahead, the milliseconds of a batch, and if they count those of the
             start of a pass, and the batches of a pass; "calls", with the milliseconds of each call;
             None if batches cost nothing.
-        step: Milliseconds.
-        first: How the advice begins.
+        step: The milliseconds of a step.
+        first: The beginning of the advice.
         saves: Milliseconds that it saves; None if that is not of interest.
-        ahead: Tasks on a thread of their own, a stage ahead.
+        ahead: Tasks on a separate thread, a stage ahead.
         ceiling: Milliseconds that any plan can save at most; None if that is not of interest.
-        batches: How many a pass has.
-        cores: Of the machine.
-        locked: Tasks that hold one lock, of which nobody knows.
+        batches: The number of batches in a pass.
+        cores: The number of cores of the machine.
+        locked: Tasks that hold one undeclared lock.
     """
 
     tasks: Mapping[str, Ms]

@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
     Attributes:
         back: Batches between the two.
-        offset: Where the seed's engine looks the producer's event up.
+        offset: The offset at which the seed's engine looks up the producer's event.
     """
 
     producer: int

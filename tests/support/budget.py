@@ -39,8 +39,8 @@ def seeds(kind: str, number: int) -> Iterator[int]:
     """Yield seeds of random examples, and count them.
 
     Args:
-        kind: What an example is: "plans", "loops", "endings" and so on.
-        number: How many there are in the quick suite.
+        kind: The kind of examples: "plans", "loops", "endings" and so on.
+        number: The number of examples in the quick suite.
     """
     begin = SEED or 0
     for seed in range(begin, begin + number * FACTOR):
@@ -52,8 +52,8 @@ def examples(kind: str, number: int, **options: Any) -> Callable[[T], T]:
     """Return a decorator that lets hypothesis run so many examples; put it above ``given``.
 
     Args:
-        kind: As for ``seeds``.
-        number: As for ``seeds``.
+        kind: See ``seeds``.
+        number: See ``seeds``.
         options: Further settings of hypothesis.
     """
     from hypothesis import seed, settings  # a GPU machine's own packages may lack it

@@ -41,8 +41,8 @@ class State(NamedTuple):
     """A state of the exploration.
 
     Attributes:
-        passed: For each lane, how many instructions it has passed.
-        queues: For each stream, what has been submitted and has not run.
+        passed: The number of instructions that each lane has passed.
+        queues: The work of each stream that has been submitted and has not run.
         called: Runs whose functions have returned.
         done: Runs whose device work is done.
     """

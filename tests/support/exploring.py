@@ -51,10 +51,10 @@ class ExploringHost(Host):
     """Threads and counters that run one at a time; made on the thread that drives the pipeline.
 
     Args:
-        seed: What the choices derive from.
+        seed: The seed of the choices.
 
     Attributes:
-        switches: How often the baton went from one thread to another.
+        switches: The number of switches from one thread to another.
     """
 
     def __init__(self, seed: int) -> None:

@@ -36,8 +36,8 @@ class Hang(Host):
     Attributes:
         inside: Somebody hangs, or has.
         release: Lets go of who does.
-        looks: How often the watchdog has looked while somebody did.
-        noticed: As given.
+        looks: The number of looks of the watchdog during the hang.
+        noticed: See the argument.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ class HeldBatches:
     """Three tasks: a copy makes ``ctx.x``, the forward reads it, and a step follows.
 
     Args:
-        device: Where.
-        elements: Of ``ctx.x``, of four bytes each.
+        device: The device of the tensors.
+        elements: The number of elements of ``ctx.x``, of four bytes each.
         keep_busy: Keeps the current stream busy for so many ms.
     """
 

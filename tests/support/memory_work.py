@@ -30,7 +30,7 @@ class MemoryWork:
     """A random plan with tasks that allocate; ``costs`` has their times and memory.
 
     Attributes:
-        live: What is alive of it in ``run``.
+        live: The values of it that are alive in ``run``.
     """
 
     def __init__(self, seed: int, device: Any = "cpu", *, keeps_all: bool = True) -> None:

@@ -33,8 +33,8 @@ class Layers:
     """Layers on a device, and the tasks of their forward and backward.
 
     Args:
-        count: How many layers.
-        device: Where they are.
+        count: The number of layers.
+        device: The device on which they are.
         keep_busy: Keeps the current stream busy for so many ms.
     """
 

@@ -88,7 +88,7 @@ class Ranks:
     """Local ranks that run functions together.
 
     Args:
-        size: How many.
+        size: The number of ranks.
         deadline_s: Seconds that a function has, where ``run`` is not told otherwise.
         grace_s: Seconds that the other ranks have to come back, too, once one has failed.
     """

@@ -39,7 +39,7 @@ class Script:
         module: a module, as of ``python -m``.
         args: ``sys.argv`` without the first.
         environment: Variables besides those of the server.
-        folder: Where it runs.
+        folder: The folder in which it runs.
         errors: Warnings that are errors, by the names of their classes.
         is_torn_down: Whether modules and daemon threads are taken down at its end, which takes
             long; without it threads are joined and exit functions called all the same.
@@ -67,9 +67,9 @@ class Ended(NamedTuple):
     """The result of a script.
 
     Attributes:
-        returncode: As of ``subprocess``: below 0, the signal.
-        stdout: What it printed.
-        stderr: What it said.
+        returncode: The exit code; below 0, the signal, as in ``subprocess``.
+        stdout: Its standard output.
+        stderr: Its standard error.
     """
 
     returncode: int

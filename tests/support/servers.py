@@ -96,8 +96,8 @@ class Process:
     Args:
         kind: The server to fork it from.
         module: Its ``begin`` is called there, with the job and the descriptors.
-        job: What JSON takes.
-        descriptors: Those of files that the process gets, too.
+        job: Data for JSON.
+        descriptors: The descriptors of files that the process gets, too.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Server:
     """A server that forks a process for each job.
 
     Args:
-        descriptors: Of the listening sockets, by kind; the first kind is this server's own.
+        descriptors: The listening sockets by kind; the first kind is this server's own.
     """
 
     def __init__(self, descriptors: Sequence[str]) -> None:

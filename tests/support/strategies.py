@@ -46,12 +46,12 @@ class TaskSpec:
         sets: Attributes that it then sets or rebinds.
         deletes: Attributes that it deletes in the end.
         states: The states that it reads, and changes before it sets anything.
-        draws: It draws random numbers, where it runs on a machine that has them.
+        draws: Whether it draws random numbers, if the machine has them.
         passes: (attribute, another one that it then sets to the same value).
         saves: An attribute whose value it leaves outside of the context, as autograd does.
         takes: The task that has left such a value, which it uses and drops.
-        known: It says which attributes it uses.
-        on_host: It works on plain numbers alone, and hands values on without looking at them.
+        known: Whether it declares the attributes that it uses.
+        on_host: Whether it uses plain numbers only, and passes values on without reading them.
         carries: (state, attribute, another one): it leaves the attribute's value in the state, and
             sets the other one to the value that it finds there.
     """
@@ -105,11 +105,11 @@ class Case:
     """The input of one test.
 
     Attributes:
-        workload: What to compute.
-        plan: How.
-        batches: What the iterator gives, None among it.
-        drains: After how many iterations the pipeline is drained and given another iterator.
-        seed: For whatever else is drawn.
+        workload: The computation.
+        plan: The plan.
+        batches: The batches of the iterator, with None among them.
+        drains: The iterations after which the pipeline is drained and gets another iterator.
+        seed: The seed for all other draws.
     """
 
     workload: Workload

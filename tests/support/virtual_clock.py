@@ -123,7 +123,7 @@ class TimedDevice(StreamDevice[TimedStream]):
     """A device whose streams take virtual time.
 
     Attributes:
-        host: Has the clock.
+        host: The host, which has the clock.
         asked_ns: When the event is reached that somebody asked for last.
     """
 

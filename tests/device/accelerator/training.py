@@ -34,7 +34,7 @@ class Training:
     """A training with noise, dropout, Adam, and the mean of all losses so far.
 
     Args:
-        device: Of the model.
+        device: The device of the model.
         delays: Draws delays of the device that are strewn between its kernels; with another seed
             the same work has another timing.
     """

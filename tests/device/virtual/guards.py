@@ -167,12 +167,12 @@ class Guard:
     """A guard of the engine.
 
     Attributes:
-        name: What it is.
+        name: The name of the guard.
         remove: Takes it away.
-        found: What kinds of violation, or of errors, show that it is gone.
+        found: The kinds of violations, or of errors, that show its absence.
         cases: Makes the case of a seed.
         breaks: Cases are broken off, and do not run to their end.
-        shows_on: On which kinds of device something goes wrong then.
+        shows_on: The kinds of devices on which results are wrong without it.
     """
 
     name: str

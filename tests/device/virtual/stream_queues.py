@@ -36,7 +36,7 @@ class Item:
     Attributes:
         submitted: The step of the thread that submitted it.
         stamp: Its own step: one actor is what one thread submits to one stream.
-        clock: What happens before it, and itself.
+        clock: The events that happen before it, and itself.
         awaited: The mark that it waits for.
     """
 
@@ -60,7 +60,7 @@ class VirtualStream:
     Attributes:
         name: Unique on its device.
         eagerness: The probability that the scheduler runs a ready item; 0 for only when forced.
-        queue: What has not run yet.
+        queue: The work that has not run yet.
         ends: Submitting thread to its submissions, as (its step, their clock).
     """
 

@@ -175,12 +175,12 @@ class VirtualDevice(StreamDevice[VirtualStream]):
 
     Args:
         seed: Seed of the scheduler's choices.
-        host: Where threads and counters come from; the operating system if None.
+        host: The source of threads and counters; the operating system if None.
 
     Attributes:
         host: The same with clocks: to be given to the pipeline.
-        violations: What was found so far.
-        reused: How many buffers reused another's memory.
+        violations: The violations so far.
+        reused: The number of buffers that reused another's memory.
     """
 
     type = "virtual"
@@ -240,9 +240,9 @@ class VirtualDevice(StreamDevice[VirtualStream]):
 
         Args:
             fn: Takes the values, returns one.
-            reads: What is read; ``into`` only if it is among them.
+            reads: The values that are read; ``into`` only if it is among them.
             into: The buffer to write; None for a new one, made on the current stream.
-            work: What this belongs to.
+            work: The work that this belongs to.
 
         Returns:
             The buffer that is written.

@@ -19,9 +19,9 @@ class Paper:
 
     Attributes:
         plan: A plan that runs.
-        costs: Of its tasks.
-        effects: What they touch, in serial order; the plan orders all of it.
-        limits: They admit the plan.
+        costs: The costs of its tasks.
+        effects: The effects of the tasks, in serial order; the plan orders all of them.
+        limits: Limits that admit the plan.
     """
 
     plan: PipelinePlan

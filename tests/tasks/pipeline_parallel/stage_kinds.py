@@ -412,7 +412,7 @@ class Outcome(NamedTuple):
     """The outcome of a kind under a schedule on one rank.
 
     Attributes:
-        different: What differs; empty where all is equal.
+        different: The differences; empty if all is equal.
         refused: The error, with its notes; empty where there was none.
         when_s: The time of the error, of a clock that all ranks share.
     """

@@ -37,8 +37,8 @@ class Slots:
     """The rows of all tables in sequence, and how often each is pinned.
 
     Args:
-        tables: How many.
-        capacity: How many rows fit; None for no limit.
+        tables: The number of tables.
+        capacity: The number of rows that fit; None for no limit.
     """
 
     def __init__(self, tables: int, capacity: int | None) -> None:
@@ -79,14 +79,14 @@ class DynamicTables(nn.Module):
     """The tables of one group, all of ``DIM`` columns, with a fused SGD.
 
     Args:
-        tables: How many; each with one feature.
+        tables: The number of tables, each with one feature.
         lines: Rows that the cache holds; None for no cache.
         rate: The learning rate.
 
     Attributes:
         cache: The slots before the storage, if any.
         tables: The storage.
-        slots: Where rows are looked up.
+        slots: The slots in which rows are looked up.
         most: The most keys that were outstanding.
         counters: The sum of the counters that each prefetch was given; 0 without any.
         fails: The next look-up raises, in the middle.

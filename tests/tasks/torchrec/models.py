@@ -73,12 +73,12 @@ class Job:
     """A job: the sharding of the tables, whether they are pooled, and the optimizer.
 
     Attributes:
-        sharding: How the tables lie.
+        sharding: The sharding of the tables.
         pooled: Bags (one embedding per row and table), or collections (one per id).
-        optimizer: Of tables and dense parameters.
+        optimizer: The optimizer of tables and dense parameters.
         fused: The tables' is fused into backward; never where they are data-parallel.
         modules: Over how many sharded modules the tables are spread.
-        options: Of the optimizer.
+        options: The options of the optimizer.
     """
 
     sharding: str = "table_wise"

@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
     Attributes:
         preset: The thread map's name.
-        prefetch: With the task of that name.
+        prefetch: Whether there is a task of that name.
         depth: The prefetch depth.
         balanced: The shuffler balances; otherwise there is none.
         wrapper: "ddp" or "megatron"; "plain" is not sharded, within DDP where there are ranks.
@@ -110,10 +110,10 @@ def shard_tables(
 
     Args:
         whole: The model, whose parameters are the same on all ranks.
-        path: Where its collection of tables is, which a fused Adagrad updates in backward.
-        sharder: For that collection.
-        device: Of the ranks.
-        learning_rate: Of the tables.
+        path: The path of its tables, which a fused Adagrad updates in backward.
+        sharder: The sharder of these tables.
+        device: The device of the ranks.
+        learning_rate: The learning rate of the tables.
     """
     tables = whole.get_submodule(path)
     initial = {name: value.detach().clone() for name, value in tables.named_parameters()}
