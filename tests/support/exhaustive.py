@@ -58,7 +58,7 @@ class Exhaustive:
 
     Args:
         program: A compiled plan.
-        iterations: How many there are.
+        iterations: The number of iterations.
         streams: Whether its device has streams.
         most: States after which to give up.
         loader: Whether calls of the loader have work on the caller's stream.
@@ -66,7 +66,7 @@ class Exhaustive:
     Attributes:
         host_before: Run to the runs whose functions always have returned when it is called.
         device_before: Run to the runs whose device work is always done when its own starts.
-        states: How many there are.
+        states: The number of states.
 
     Raises:
         TooManyError: There are more states than ``most``.
