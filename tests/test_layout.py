@@ -262,7 +262,7 @@ def test_a_run_loads_few_modules_and_nothing_else_of_torch() -> None:
     """The first batch waits for no more than its run needs; ``import swpipe`` loads no room."""
     code = """
 import os, sys, torch
-before = set(sys.modules)  # torch itself may load what it likes
+before = set(sys.modules)  # torch itself may load anything
 import swpipe
 print(*sorted(set(sys.modules) - before), flush=True)
 def function(batch): return batch

@@ -63,7 +63,7 @@ class LoaderAround:
 
     Attributes:
         loader: The inner loader.
-        touches: A description of what a pull may touch besides; empty for nothing.
+        touches: A description of what else a pull may touch; empty for nothing.
     """
 
     loader: Any

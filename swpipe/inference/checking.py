@@ -27,7 +27,7 @@ Assumptions
     - Anything that goes neither through torch's operators nor through the context is not seen:
       numpy, kernels launched directly, Python values, an optimizer's options, threads that a task
       starts.
-    - Gradients that are set or cleared by hand, not by autograd or an optimizer's ``zero_grad``,
+    - Gradients that are set or cleared manually, not by autograd or an optimizer's ``zero_grad``,
       are seen only on the thread that began the run, while no other task can run. The same applies
       to a gradient that was cleared while something else still refers to it.
     - A task's use of what a later iteration made in place of its own value is seen only when it

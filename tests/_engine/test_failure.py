@@ -123,7 +123,7 @@ def test_everybody_hears_of_a_failure_at_that_moment(
     with SWPipeline(plan, tasks(**slow), device=CpuOn(host), stall_timeout_s=None) as pipe:
         with pytest.raises(Planted):
             pipe.run(range(30))
-        # What was under way has come to its end, and others began in that very moment at most.
+        # Running tasks have ended, and others began at that very moment at most.
         assert max(begun_s) <= failed_s[0]
         assert host.perf_counter() <= failed_s[0] + 1.0
 

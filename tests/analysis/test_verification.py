@@ -294,7 +294,7 @@ def test_a_task_of_which_nothing_is_declared_stays_with_the_body(
     together = replace(plan, schedule={"a": TaskSchedule(1), "b": TaskSchedule(1)})
     found = verify(together, [PipelineTask(n, print) for n in "ab"], pull_ahead=True)
     assert found.undeclared == ("a", "b")
-    # A plan that is written by hand is its author's word.
+    # A hand-written plan is its author's claim.
     SWPipeline(plan, [PipelineTask(name, print) for name in "ab"], device="cpu").close()
 
 

@@ -50,7 +50,7 @@ def test_on_a_terminal_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         count_to(3)
         stderr.flush()
         shown = ""
-        while "\n" not in shown:  # a terminal hands out what is there
+        while "\n" not in shown:  # a terminal returns what it has
             shown += screen.read1(4096).decode()
     assert "\rtraining: 100%" in shown
     assert shown.count("\n") == 1

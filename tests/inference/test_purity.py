@@ -501,7 +501,7 @@ def test_lies_are_let_go_where_nobody_looks() -> None:
         assert len([*pipe.iterate(job.batches)]) == BATCHES
 
 
-# ------------------------------------------------------------------ plans written by hand
+# -------------------------------------------------------------------- hand-written plans
 
 
 @pytest.mark.parametrize("how", ["deletes", "rebinds"])

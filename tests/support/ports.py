@@ -19,6 +19,6 @@ def free_port() -> int:
         with socket.socket() as one:
             try:
                 one.bind(("127.0.0.1", port))
-            except OSError:  # somebody's
+            except OSError:  # in use
                 continue
         return port

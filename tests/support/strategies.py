@@ -375,7 +375,7 @@ def _with_more(rng: random.Random, plan: PipelinePlan) -> PipelinePlan:
     stage = {name: entry.stage for name, entry in plan.schedule.items()}
     for edge in (*((c, p, 0) for c, p in plan.deps), *plan.cross_iter_deps):
         consumer, producer, distance = edge
-        # Of two iterations of one task the sooner is done sooner: one nearer by will do as well.
+        # Of two iterations of one task the earlier ends earlier: a nearer one is as good.
         if min(plan.schedule[name].workers for name in edge[:2]) > 1:
             continue
         if 0 <= stage[producer] - stage[consumer] <= distance and rng.random() < 0.2:

@@ -232,7 +232,7 @@ def test_a_long_recording_of_the_last_iterations_takes_no_more_memory() -> None:
     assert [span.iteration for span in recorder.finish()] == list(range(995, 1000))
 
 
-# ------------------------------------------------------------------------------ made by hand
+# -------------------------------------------------------------------------------- hand-made
 
 # ms    0    1    2    3    4    5    6    7
 # io    [read 0 ] [read 1 ][read 2 ]

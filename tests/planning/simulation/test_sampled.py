@@ -73,7 +73,7 @@ def test_the_interpreter_lock_is_held_for_the_same_part_of_each_run() -> None:
     """If it is held all the time, two threads are no faster than one."""
     held = costs((2.0, 22.0), (22.0, 2.0), gil_us=12.0)
     assert simulate(plan(3), held, streams=False).ii_us == pytest.approx(24.0)
-    # A short run lets go of it as early.
+    # A short run frees it as early.
     reads = [span for span in simulate(plan(3), held, streams=False).spans if span.task == "read"]
     assert [span.start_ns for span in reads[:2]] == [0, 2_000]
     free = costs((2.0, 22.0), (22.0, 2.0))

@@ -270,7 +270,7 @@ PADDING = torch.arange(8).expand(2, -1) >= 6
     [
         # Experts add nothing to tokens that are none.
         ({"padding_mask": PADDING}, {"padding_mask": PADDING}, 1.0),
-        # It is told the hidden states, the context and what else a loss may need.
+        # It gets the hidden states, the context and what else a loss may need.
         ({"output_processor": _scaled, "output_processor_context": 3.0}, {}, 3.0),
     ],
     ids=["padding mask", "output processor"],
