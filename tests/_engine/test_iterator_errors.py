@@ -150,4 +150,7 @@ def test_a_task_that_fails_tells_of_an_error_that_is_dropped_with_its_batches() 
         assert pipe.progress(data).batch == 1
         with pytest.raises(ValueError, match="of a task") as caught:
             pipe.progress(data)
-        assert any("what the iterator raised: Corrupt: bad 3" in n for n in caught.value.__notes__)
+        assert any(
+            "an error of the iterator is dropped, too: Corrupt: bad 3" in n
+            for n in caught.value.__notes__
+        )
