@@ -37,7 +37,7 @@ def test_a_bare_decorator_makes_a_task_of_the_functions_name() -> None:
     """The other fields have their defaults, and the function is the task's."""
     assert isinstance(double, PipelineTask)
     assert (double.name, double.io, double.random) == ("double", (), False)
-    assert double.fn.__doc__ == "Sets ``y``."
+    assert double.fn.__doc__ == "Set ``y`` to twice the batch."
 
 
 def test_a_decorator_with_arguments_sets_the_fields() -> None:
