@@ -35,7 +35,7 @@ def attributes(kind: ast.ClassDef) -> int:
 
 
 def parameters(function: ast.FunctionDef) -> int:
-    """All of them but ``self``."""
+    """Return the number of parameters without ``self`` and ``cls``."""
     given = function.args
     names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     return len([name for name in names if name not in ("self", "cls")])

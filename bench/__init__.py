@@ -1,1 +1,1 @@
-"""Benchmarks: swpipe's own costs, as ratios measured in one run. ``python -m bench``."""
+"""Benchmarks that measure swpipe's costs as ratios within one run: ``python -m bench``."""

@@ -51,7 +51,7 @@ PARTS = (
     "offload",
     "accelerator",
 )
-"""In the order of measurement. Each is loaded for itself, for the sake of older versions."""
+"""The parts in the order of measurement. Each is imported when it runs, for older versions."""
 
 
 def main(arguments: Sequence[str] = ()) -> int:

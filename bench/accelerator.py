@@ -1,8 +1,7 @@
-"""One more empty task on an accelerator.
+"""The cost of one more empty task on an accelerator.
 
-The accelerator is CUDA, or else the test backend.
-
-The process sees the test backend for ever, so this section is the last.
+The accelerator is CUDA if there is one, otherwise the test backend. A process cannot unload the
+test backend, so this section runs last.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ FEW, MANY = 12, 36
 
 
 def chain(tasks: int, streams: Sequence[str | None]) -> PipelinePlan:
-    """Empty tasks after one another on these streams in turn."""
+    """Return a plan of empty tasks in sequence; they use the given streams in rotation."""
     names = [f"t{i:04}" for i in range(tasks)]
     return PipelinePlan(
         {
@@ -34,7 +33,7 @@ def chain(tasks: int, streams: Sequence[str | None]) -> PipelinePlan:
 
 
 def us_of_one_more(device: str, streams: Sequence[str | None], iterations: int) -> float:
-    """Time by which an iteration is longer with one empty task more, in us."""
+    """Return by how much one more empty task lengthens an iteration, in us."""
     us = {}
     for tasks in (FEW, MANY):
         with SWPipeline(chain(tasks, streams), device=device) as pipe:
@@ -43,7 +42,7 @@ def us_of_one_more(device: str, streams: Sequence[str | None], iterations: int) 
 
 
 def us_by_hand(device: str, iterations: int) -> float:
-    """Time to make another stream current, wait for an event there, record one, and go back."""
+    """Return the time, in us, to switch streams, wait for an event, record one, and switch back."""
     mine, other = torch.accelerator.current_stream(), torch.Stream(device=device)
     before, after = (torch.Event(device=device) for _ in range(2))
     before.record(mine)
@@ -59,7 +58,7 @@ def us_by_hand(device: str, iterations: int) -> float:
 
 
 def rows(rounds: int = 15, iterations: int = 1000) -> list[Row]:
-    """On the caller's stream beside the CPU; on others beside what that takes by hand."""
+    """Compare tasks on the caller's stream with a CPU, and on other streams with calls by hand."""
     if not torch.accelerator.is_available():
         if (reason := backend.why_not()) is not None:
             return [Row("one more empty task on an accelerator", f"skipped: {reason}")]

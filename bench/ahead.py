@@ -1,4 +1,4 @@
-"""A loader pulled ahead of a loop's body, per batch: by swpipe, and by what else people use.
+"""The time per batch of a loop whose loader is pulled ahead: by swpipe and by other libraries.
 
 Each way but the plain loop keeps up to two batches ready.
 """
@@ -24,23 +24,23 @@ WORK_S = 0.005
 WARM_UP = 25  # the first 16 pulls are watched
 
 MOST = 1.02
-"""Ours over the best other with a thread. Two ways that are alike differ by so much."""
+"""The most that our time may be over the best other's with a thread. Equal ways differ by this."""
 
 
 def by_swpipe(loader: Iterable[Any]) -> Iterator[Any]:
-    """One line."""
+    """Pull the loader ahead with ``swpipe.ahead``."""
     return iter(swpipe.ahead(loader, prefetch=AHEAD))
 
 
 def by_torchdata(loader: Iterable[Any]) -> Iterator[Any]:
-    """A Prefetcher, which pulls on its thread."""
+    """Pull the loader ahead with a ``Prefetcher`` of torchdata, which has a thread."""
     from torchdata.nodes import IterableWrapper, Loader, Prefetcher
 
     yield from Loader(Prefetcher(IterableWrapper(loader), prefetch_factor=AHEAD))
 
 
 def by_spdl(loader: Iterable[Any]) -> Iterator[Any]:
-    """A source, and a sink with room for two."""
+    """Pull the loader ahead with spdl: a source, and a sink with room for ``AHEAD`` batches."""
     from spdl.pipeline import PipelineBuilder
 
     builder: Any = PipelineBuilder().add_source(loader).add_sink(AHEAD)
@@ -60,7 +60,7 @@ WAYS: dict[str, Way] = {
 
 
 def works() -> dict[str, Callable[[], object]]:
-    """What a loader, and a body, can do."""
+    """Return the kinds of work that a loader or a body does per batch."""
     x, calls, seconds = torch.rand(256, 256), 20, 0.0
     for _ in range(2):  # the first time is longer
         begin = time.perf_counter()
@@ -79,7 +79,7 @@ def works() -> dict[str, Callable[[], object]]:
 def ms_per_batch(
     way: Way, load: Callable[[], object], body: Callable[[], object], batches: int
 ) -> float:
-    """Time per batch of the steady state, in ms."""
+    """Return the time per batch in the steady state, in ms."""
 
     def loader() -> Iterator[torch.Tensor]:
         for _ in range(WARM_UP + batches + AHEAD):
@@ -99,7 +99,7 @@ def ms_per_batch(
 
 
 def rows(rounds: int = 5, batches: int = 40, free: int = 4000) -> list[Row]:
-    """A row for each loader, body and other way; the best of those with a thread has a bar."""
+    """Return a row per loader, body and other library; the fastest one with a thread has a bar."""
     there = {name: way for name, way in WAYS.items() if not absent(name)}
     found, do = [], works()
     for load, body in product(do, do):

@@ -1,8 +1,9 @@
-"""Work before and behind a model, in one changed line: a whole evaluation beside its bound.
+"""The duration of an evaluation with work before and after its model, over its lower bound.
 
-Tokens 15 ms, model 20 ms, labels 18 ms, 40 batches; the functions wait, and compute a little. The
-bound is the model's time, with the first batch's tokens before it and the last one's labels behind.
-Also with labels of 54 ms on three threads, and with a second function behind, of 18 ms.
+Tokens take 15 ms, the model 20 ms, labels 18 ms, and there are 40 batches. The functions sleep and
+compute a little. The bound is the time of the model, plus the tokens of the first batch and the
+labels of the last one. Two more rows: labels of 54 ms on three threads, and a second function of 18
+ms after the labels.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from bench.measure import Row, Spread
 TOKENS_S, MODEL_S, LABELS_S = 0.015, 0.020, 0.018
 BATCHES = 40
 MOST = 1.05
-"""Ours over the bound."""
+"""The most that our time may be over the bound."""
 
 
 def waits(seconds: float, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function that takes so long."""
+    """Return a function that sleeps for ``seconds`` and then calls ``function``."""
 
     def run(value: Any) -> Any:
         time.sleep(seconds)
@@ -33,7 +34,7 @@ def waits(seconds: float, function: Callable[[Any], Any]) -> Callable[[Any], Any
 
 
 def rows(rounds: int = 5, batches: int = BATCHES, scale: float = 1) -> list[Row]:
-    """A row for one function behind the model, one that is slow, and two."""
+    """Return three rows: one function after the model, a slow one on threads, and two functions."""
     net = torch.nn.Linear(64, 64).eval()
     tokens = waits(TOKENS_S * scale, lambda number: torch.full((8, 64), float(number)))
     model = waits(MODEL_S * scale, net)
@@ -59,7 +60,7 @@ def rows(rounds: int = 5, batches: int = BATCHES, scale: float = 1) -> list[Row]
 
 @torch.no_grad()
 def seconds(batches: int, functions: tuple[Any, ...], workers: dict[Any, int]) -> float:
-    """The time of one pass."""
+    """Return the time of one pass."""
     begin = time.perf_counter()
     loop = swpipe.through(range(batches), *functions, workers=workers)
     assert len([*loop]) == batches

@@ -35,21 +35,21 @@ with warnings.catch_warnings():
 
 
 class HostStream:
-    """Takes the place of a stream in TorchRec's staged pipeline on a CPU."""
+    """The stand-in for a stream in TorchRec's staged pipeline on a CPU."""
 
     device = CPU
 
     def wait_stream(self, stream: HostStream) -> None:
-        """A CPU has done it all."""
+        """Do nothing: a CPU has finished all work already."""
 
 
 _HERE = HostStream()
 
 
 class Staged:
-    """TorchRec's ``StagedTrainPipeline`` as its documentation sets it up, and the loop around it.
+    """TorchRec's ``StagedTrainPipeline``, set up as in its documentation, with the loop around it.
 
-    Stages: copy, then the exchange of ids; the step is the loop's own.
+    The stages are the copy and the exchange of ids; the rest of the step is in the loop.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -63,12 +63,12 @@ class Staged:
             ],
             compute_stream=here,
         )
-        # Its forward would record what it uses on a stream; None is how TorchRec says that there is
+        # Its forward would record its inputs on a stream; with None TorchRec means that there is
         # none, but the constructor asks it for its device.
         sparse.data_dist_stream = None
 
     def progress(self, data: Iterator[Batch]) -> Any:
-        """One step.
+        """Train one batch.
 
         Raises:
             StopIteration: All batches are through.
@@ -85,7 +85,7 @@ class Staged:
 
 @contextmanager
 def streams_on_a_cpu() -> Iterator[None]:
-    """What two of TorchRec's pipelines miss on a CPU: they ask for streams in any case."""
+    """Provide the stream functions that two of TorchRec's pipelines call on a CPU, too."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", _nothing))
         stack.enter_context(mock.patch.object(torch, "get_device_module", _cpu_module))
@@ -94,7 +94,7 @@ def streams_on_a_cpu() -> Iterator[None]:
 
 
 def _nothing(*_: object) -> None:
-    """A CPU frees memory in order."""
+    """Do nothing: a CPU needs no ``record_stream``."""
 
 
 def _cpu_module(*_: object) -> Any:

@@ -1,4 +1,4 @@
-"""A model on each of two ranks: time all contenders in turn, and the tasks of a step."""
+"""Measure all contenders on two ranks alternately, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODELS: Mapping[str, Callable[[Size], nn.Module]] = {
     "DLRM": sharded_dlrm,
     "towers": sharded_towers,
 }
-"""Tables in one collection, and in one for each tower."""
+"""Models with all tables in one collection, and with one collection for each tower."""
 
 WARM_UP = 4
 """Untimed steps at the beginning of each turn."""
@@ -33,7 +33,7 @@ WARM_UP = 4
 
 @dataclass
 class Contest:
-    """What was measured on one rank.
+    """The measurements of one rank.
 
     Attributes:
         ms: Link latency in ms, then contender, to ms per step, one figure per round.
@@ -58,7 +58,7 @@ class Runner:
     data: Iterator[Batch]
 
     def ms(self, steps: int) -> float:
-        """Per step."""
+        """Return the time per step, in ms."""
         for _ in range(WARM_UP):
             self.pipeline.progress(self.data)
         dist.barrier()
@@ -68,7 +68,7 @@ class Runner:
         return (time.perf_counter() - begin_s) / steps * 1e3
 
     def close(self) -> None:
-        """Ours have threads to end."""
+        """Close the pipeline if it is swpipe's, which has threads."""
         if self.contender.ours:
             self.pipeline.close()
 
@@ -92,7 +92,7 @@ class Anatomy:
         )
 
     def parts_ms(self, steps: int) -> dict[str, float]:
-        """The mean time of each part, in ms."""
+        """Return the mean time of each part, in ms."""
         latency_ms, self._link.latency_ms = self._link.latency_ms, 0.0
         for _ in range(WARM_UP):
             self._pipe.progress(self._data)
@@ -111,7 +111,7 @@ class Anatomy:
         return {part: ns / steps / 1e6 for part, ns in total_ns.items()}
 
     def close(self) -> None:
-        """End its threads."""
+        """Close the pipeline and its threads."""
         self._pipe.close()
 
     def _timed(self, task: PipelineTask) -> PipelineTask:
@@ -126,7 +126,7 @@ class Anatomy:
 def _parted(
     task: str, span: tuple[int, int], exchanges: Sequence[Exchange]
 ) -> Iterator[tuple[str, int]]:
-    """The parts of one run of a task, each with its time without waits."""
+    """Yield the parts of one run of a task, each with its time in ns without waits."""
     begin_ns, end_ns = span
     waits = [e for e in exchanges if begin_ns <= e.wait_ns < end_ns]
     worked_ns = end_ns - begin_ns - sum(e.waited_ns for e in waits)
@@ -151,7 +151,7 @@ def contest(
     size: Size,
     names: Sequence[str] | None = None,
 ) -> Contest:
-    """Time all contenders in turn on each link, and compare the parameters they trained."""
+    """Time all contenders alternately on each link, and compare the parameters they trained."""
     sharpen_timers()
     found = Contest()
     chosen = [c for c in CONTENDERS if names is None or c.name in names]
@@ -180,7 +180,7 @@ def _per_step(one: Runner, link: EmulatedLink) -> dict[str, float]:
 
 
 def _differ(runners: Sequence[Runner]) -> list[str]:
-    """Close all; the exact ones whose parameters differ from the first one's."""
+    """Close all contenders; return the exact ones whose parameters differ from the first one's."""
     for one in runners[1:]:  # train on the batches that only the first one has seen
         one.ms(4)
     wanted = everything(runners[0].model)
@@ -195,7 +195,7 @@ def _differ(runners: Sequence[Runner]) -> list[str]:
 
 
 def runner(contender: Contender, model: str, size: Size, link: EmulatedLink) -> Runner:
-    """A contender at its start. Where the link is slow, so are its all-reduces."""
+    """Return a new contender; on a slow link DDP's all-reduces use the link, too."""
     trained = MODELS[model](size)
     pipeline = contender.make(trained, dense_optimizer(trained))
     # A plan with a backward of its own for the tables all-reduces from Python, over the link.

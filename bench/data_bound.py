@@ -1,4 +1,4 @@
-"""A loop over compressed files: making features of a batch takes about as long as training."""
+"""A loop over compressed files, whose feature extraction takes about as long as training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAN = prefetch_plan(FEED, TRAIN, carried=[("forward", "step")], depth=AHEAD + 1
 
 
 def files(folder: Path, count: int = 4, rows: int = 4096) -> list[Path]:
-    """Compressed batches on disk."""
+    """Write compressed batches to disk, and return their paths."""
     rng = np.random.default_rng(0)
     paths = [folder / f"{number}.z" for number in range(count)]
     for path in paths:
@@ -27,7 +27,7 @@ def files(folder: Path, count: int = 4, rows: int = 4096) -> list[Path]:
 
 
 def loop_tasks() -> list[PipelineTask]:
-    """Read, inflate, make features; then train a small network."""
+    """Return the tasks: read, inflate, compute features, train a small network."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
@@ -57,6 +57,6 @@ def loop_tasks() -> list[PipelineTask]:
 
 
 def absent(name: str) -> bool:
-    """Whether this way of running a loop needs a package that is not installed."""
+    """Return whether a way to run the loop needs a package that is not installed."""
     ours = name in ("plain loop", "thread and queue")  # make bench installs the others
     return not ours and find_spec(name.partition(".")[0]) is None

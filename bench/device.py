@@ -1,8 +1,8 @@
-"""Loops on a device whose launches cost: swpipe beside the plain loop and a prefetcher by hand.
+"""Loops on a device with launch costs: swpipe compared with a plain loop and a manual prefetcher.
 
-Eight shapes of host work, device work and copies (``device_shapes``), and the published costs of a
-recommender's step under HSTU's plan. The device is CUDA, or else the test backend, which a process
-sees for ever: this section is among the last.
+The loops are eight shapes of host work, device work and copies (``device_shapes``), and the
+published costs of a recommender's step under HSTU's plan. The device is CUDA, or otherwise the test
+backend. A process cannot unload the test backend, so this section is among the last.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from tests import backend
 from tests.support.device_work import device, spin
 
 Loop: TypeAlias = Callable[[Shape, Tensor], Generator[Any]]
-"""Trains a step each time it is asked for the next; the tensor adds up the batches."""
+"""A generator that trains one step for each ``next``; the tensor adds up the batches."""
 
 WATCHED = 20
-"""Steps of a loop before its first turn: the first 16 are watched."""
+"""Steps of a loop before its first turn; its first 16 are watched."""
 
 LONG, SHORT = (12, 8), (2, 3)
 """Steps in each of its turns, before the clock starts and on it. Where batches are prepared ahead,
 the first use up what was prepared between the turns; where not, turns are shorter and more."""
 
 
-# ----------------------------------------------------------------------------- loops by hand
+# ------------------------------------------------------------------------- hand-written loops
 
 
 def plain(shape: Shape, total: Tensor) -> Generator[None]:
-    """As most loops are written."""
+    """Run a plain loop: copy, exchange, train."""
     for batch in shape.batches:
         shape.train(shape.exchange(batch.to(device(), non_blocking=True)), total)
         yield
 
 
 def prefetcher(shape: Shape, total: Tensor, *, pin: bool = False) -> Generator[None]:
-    """The next batch is copied, and exchanged, on a stream beside this one's step."""
+    """Copy and exchange the next batch on a side stream while the current batch is trained on."""
     side, batches = torch.Stream(device=device()), iter(shape.batches)
 
     def ahead() -> Tensor | None:
@@ -87,7 +87,7 @@ def prefetcher(shape: Shape, total: Tensor, *, pin: bool = False) -> Generator[N
 
 
 def tasks_of(shape: Shape, total: Tensor) -> list[PipelineTask]:
-    """What follows the copy: an exchange where there is one, and what trains."""
+    """Return the tasks after the copy: an exchange if the shape has one, and the training."""
 
     def exchange(ctx: IterContext) -> None:
         ctx.batch = shape.exchange(ctx.batch)
@@ -102,7 +102,7 @@ def tasks_of(shape: Shape, total: Tensor) -> list[PipelineTask]:
 
 
 def serial(shape: Shape, total: Tensor) -> Generator[Any]:
-    """The plain loop's order, by the engine."""
+    """Run the plain loop's order under a serial plan."""
 
     def copy(ctx: IterContext) -> None:
         ctx.batch = ctx.batch.to(device(), non_blocking=True)
@@ -112,20 +112,20 @@ def serial(shape: Shape, total: Tensor) -> Generator[Any]:
 
 
 def overlapped(shape: Shape, total: Tensor) -> Generator[Any]:
-    """In one line."""
+    """Run the loop with ``swpipe.overlap``."""
     with swpipe.overlap(shape.batches, tasks_of(shape, total), device=str(device())) as loop:
         yield from loop
 
 
 def prefetched(shape: Shape, total: Tensor) -> Generator[Any]:
-    """The ready-made plan, with ``device=``."""
+    """Run ``prefetch_plan`` with ``device=``."""
     *feed, train = tasks_of(shape, total)
     plan = prefetch_plan(feed, [train], device=str(device()))
     return _running(plan, plan.tasks, shape)
 
 
 def planned(shape: Shape, total: Tensor) -> Generator[Any]:
-    """By ``auto_plan``, from costs that are measured first."""
+    """Run the plan that ``auto_plan`` makes from measured costs."""
     tasks = [copy_task(str(device())), *tasks_of(shape, total)]
     side = {"copy": "copy", "exchange": "ahead"}
     names = [task.name for task in tasks]
@@ -150,7 +150,7 @@ def _running(plan: PipelinePlan, tasks: Iterable[PipelineTask], shape: Shape) ->
 
 
 def steps_ms(loop: Iterator[object], lead_in: int, timed: int) -> float:
-    """Device time from the end of one step to that of another, per step, in the steady state."""
+    """Return the device time per step in the steady state, from the end of one step to another."""
     begin, end = (torch.Event(device=device(), enable_timing=True) for _ in range(2))
     for steps, event in ((lead_in, begin), (timed, end)):
         for _ in range(steps):
@@ -162,7 +162,7 @@ def steps_ms(loop: Iterator[object], lead_in: int, timed: int) -> float:
 
 
 def in_turn_ms(loops: Sequence[Loop], shape: Shape, rounds: int) -> list[list[float]]:
-    """Times per step of loops that take turns, of a few steps: a phase of the machine hits all."""
+    """Return the times per step of loops that alternate every few steps, so drift affects all."""
     steps = LONG if shape.gains else SHORT
     rounds *= sum(LONG) // sum(steps)
     least = WATCHED + rounds * sum(steps)
@@ -189,7 +189,7 @@ def in_turn_ms(loops: Sequence[Loop], shape: Shape, rounds: int) -> list[list[fl
 
 
 def shape_rows(shape: Shape, rounds: int) -> list[Row]:
-    """One shape: the serial plan, ``overlap`` and the others beside the loops by hand."""
+    """Return the rows of one shape: swpipe's plans compared with the manual loops."""
     by_hand: list[Loop] = [plain, prefetcher]
     by_hand += [partial(prefetcher, pin=True)] if shape.pageable else []
     ours: list[Loop] = [serial, overlapped, prefetched, planned]
@@ -217,14 +217,14 @@ def shape_rows(shape: Shape, rounds: int) -> list[Row]:
 
 
 class Collectives:
-    """Collectives of one communicator work in the order in which they were launched."""
+    """A communicator, whose collectives run in launch order."""
 
     def __init__(self) -> None:
         self._lock, self._last = threading.Lock(), torch.Event(device=device())
         self._last.record()
 
     def run(self, ms: float) -> None:
-        """Launch one on the current stream."""
+        """Launch a collective on the current stream."""
         with self._lock:
             here, after = torch.accelerator.current_stream(), torch.Event(device=device())
             self._last.wait(here)
@@ -253,7 +253,7 @@ def hstu_tasks() -> list[PipelineTask]:
 
 
 def hstu_ms(plan: PipelinePlan | None, skipped: int = 6, timed: int = 16) -> float:
-    """Time per step under a plan, or of the tasks one after the other; in ms of the full scale."""
+    """Return the time per step under a plan, or serially (None), in ms at full scale."""
     tasks, seconds = hstu_tasks(), 0.0
     under = plan or PipelinePlan.serial(tasks)
     with SWPipeline(under, tasks, device=str(device()), check_effects=False) as pipe:
@@ -265,7 +265,7 @@ def hstu_ms(plan: PipelinePlan | None, skipped: int = 6, timed: int = 16) -> flo
 
 
 def hstu_rows(rounds: int) -> list[Row]:
-    """HSTU's default plan beside its tasks one after the other, and beside what is predicted."""
+    """Compare HSTU's default plan with a serial run and with its predicted interval."""
     plan = hstu_plan(hstu_schedule(prefetch=True, prefetch_depth=1, shuffled=True), None)
     in_turn, ours = interleaved(rounds, partial(hstu_ms, None), partial(hstu_ms, plan))
     predicted = [interval_us(plan, recsys14.hstu_costs(), streams=True) / 1e3] * rounds
@@ -284,7 +284,7 @@ def hstu_rows(rounds: int) -> list[Row]:
 
 
 def rows(rounds: int = 3) -> list[Row]:
-    """All shapes, and the published costs."""
+    """Return the rows of all shapes and of the published costs."""
     if device().type == "cpu":
         return [Row("loops on a device", f"skipped: {backend.why_not()}")]
     found = [row for shape in shapes() for row in shape_rows(shape, rounds)]

@@ -1,6 +1,6 @@
-"""Shapes of host work, device work and copies, and what a loop over them takes at least.
+"""Shapes of host work, device work and copies, with the lower bound on a loop over each.
 
-Every step adds up its batch, so that all loops over a shape can be held against each other, bit for
+Every step adds up its batch, so that the results of all loops over a shape can be compared bit for
 bit.
 """
 
@@ -20,17 +20,18 @@ from tests import backend
 from tests.support.device_work import SIMULATED, device, spin
 
 _SCALE = 2.0 if SIMULATED else 1.0
-"""Its threads share two cores, and their times are less exact."""
+"""The factor of all times; the simulated device's are less exact, as its threads share two cores.
+"""
 
 _MIB = 2**18
-"""Elements of four bytes."""
+"""Elements of four bytes in a MiB."""
 
 LINK_US_PER_MIB = 20_000
-"""Of the simulated device, for the shapes that are bound by their copies."""
+"""The speed of the simulated device's link, for the shapes that are bound by their copies."""
 
 
 def host(ms: float) -> None:
-    """Work of the host's: on a simulated device mostly asleep, since its streams need the cores."""
+    """Occupy the host for ``ms``: by sleeping if the simulated device's threads need the cores."""
     if SIMULATED:
         block(ms / 1e3)
         return
@@ -41,19 +42,19 @@ def host(ms: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a step does.
+    """The work of a step.
 
     Attributes:
         what: In words.
         parts: (host ms, device ms), one after the other: the work that trains.
-        batches: On the host; four, which come again and again.
+        batches: Four batches on the host, which repeat.
         launches: Small kernels to launch besides.
         exchange_ms: Device work on the batch that may run ahead, on a stream of its own.
         syncs: The step ends with ``.item()``.
         pageable: The batches lie in memory that is not pinned.
         gains: There is a copy or an exchange to hide.
-        link_us: What a copy takes on the simulated device, per MiB.
-        launch_us: What a launch costs the host there, besides what torch takes.
+        link_us: The time of a copy on the simulated device, per MiB.
+        launch_us: The host's time for a launch there, in addition to torch's.
     """
 
     what: str
@@ -68,13 +69,13 @@ class Shape:
     launch_us: int = 10
 
     def exchange(self, batch: Tensor) -> Tensor:
-        """What may run ahead, besides the copy."""
+        """Run the exchange, which may run ahead of the step."""
         if self.exchange_ms:
             spin(_SCALE * self.exchange_ms)
         return batch + 1 if self.exchange_ms else batch
 
     def train(self, batch: Tensor, total: Tensor) -> None:
-        """The rest of the step."""
+        """Run the part of the step that trains."""
         for host_ms, device_ms in self.parts:
             host(_SCALE * host_ms)
             spin(_SCALE * device_ms)
@@ -86,23 +87,23 @@ class Shape:
 
     @property
     def host_ms(self) -> float:
-        """Of the parts."""
+        """The host time of the parts."""
         return _SCALE * sum(part[0] for part in self.parts)
 
     @property
     def device_ms(self) -> float:
-        """Of the parts."""
+        """The device time of the parts."""
         return _SCALE * sum(part[1] for part in self.parts)
 
     def bound_ms(self, copy_ms: float, launch_ms: float) -> float:
-        """What no loop can be below, given what a copy takes, and the launches."""
+        """Return the lower bound on a loop's step, given the time of a copy and of the launches."""
         host_ms = self.host_ms + launch_ms
         step_ms = host_ms + self.device_ms if self.syncs else max(host_ms, self.device_ms)
         return max(step_ms, copy_ms, _SCALE * self.exchange_ms)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """The simulated device has the shape's costs within the block; CUDA has its own."""
+        """Give the simulated device this shape's costs within the block; CUDA keeps its own."""
         with ExitStack() as costs:
             if SIMULATED:
                 costs.enter_context(backend.misbehaving(link_us_per_mib=self.link_us))
@@ -117,7 +118,7 @@ def _batches(elements: int, *, pin: bool) -> list[Tensor]:
 
 
 def shapes() -> list[Shape]:
-    """The eight; the host's share and the device's of a step vary from one to the next."""
+    """Return the eight shapes; which of host and device takes longer varies within some steps."""
     small = _batches(1024, pin=True)
     pinned = _batches(_MIB if SIMULATED else 256 * _MIB, pin=True)
     pageable = _batches(_MIB if SIMULATED else 64 * _MIB, pin=False)
@@ -141,7 +142,7 @@ def shapes() -> list[Shape]:
 
 
 def ms_each(work: Callable[[], object], count: int = 8) -> float:
-    """Time of each of several, from an idle device to an idle device, in ms."""
+    """Return the mean time of ``work`` in ms, over calls that begin and end with an idle device."""
     torch.accelerator.synchronize()
     begin = time.perf_counter()
     for _ in range(count):
@@ -151,13 +152,13 @@ def ms_each(work: Callable[[], object], count: int = 8) -> float:
 
 
 def copy_ms(shape: Shape) -> float:
-    """Time of a copy alone, in ms: from pinned memory, or into it, whichever takes longer."""
+    """Return the time of a copy in ms: the slower of pinning the batch and of the transfer."""
     batch = shape.batches[0].pin_memory() if shape.pageable else shape.batches[0]
     took = ms_each(lambda: batch.to(device(), non_blocking=True))
     return max(took, ms_each(lambda: batch.copy_(shape.batches[0])) if shape.pageable else 0.0)
 
 
 def launch_ms(shape: Shape) -> float:
-    """Time of the small kernels alone, in ms."""
+    """Return the time of the small kernels, in ms."""
     total = torch.zeros(1, device=device())
     return ms_each(lambda: [total.add_(0) for _ in range(shape.launches)], 3)

@@ -1,7 +1,7 @@
-"""What an empty task costs, beside an engine that hands over each task and one that does per group.
+"""The cost of an empty task, compared with an engine of one hand-over per task, and one per group.
 
-The second is the fastest that threads can do: it hands a batch on once per thread group and period.
-A plan of empty tasks shows the engine's cost and nothing else.
+An engine that hands over once per thread group and period is the fastest that threads allow. Under
+a plan of empty tasks only the engine's cost is measured.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Engine(Protocol):
 
 
 def nothing(ctx: IterContext) -> None:
-    """An empty task."""
+    """Do nothing."""
 
 
 def plan(groups: Sequence[str], depth: int, tasks: int = TASKS) -> PipelinePlan:
-    """A chain of tasks in three stages; ``groups`` names the thread group of each equal part."""
+    """Return a chain of tasks in three stages; the thread groups get equal parts of it."""
     names = [f"t{i:04}" for i in range(tasks)]
     return PipelinePlan(
         schedule={
@@ -44,7 +44,7 @@ def plan(groups: Sequence[str], depth: int, tasks: int = TASKS) -> PipelinePlan:
 
 
 def us_per_task(engine: Engine, iterations: int, tasks: int = TASKS) -> float:
-    """Time per task with the pipeline full, in us."""
+    """Return the time per task in us while the pipeline is full."""
     data = iter(range(iterations + 2 * WARM_UP))
     for _ in range(WARM_UP):
         engine.progress(data)
@@ -69,7 +69,7 @@ def row(
     rounds: int,
     iterations: int,
 ) -> Row:
-    """swpipe beside a stand-in under one plan."""
+    """Compare swpipe with a stand-in under one plan."""
     tasks = len(plan.tasks)
     with SWPipeline(plan, device="cpu") as ours, stand_in(plan, plan.tasks) as theirs:
         a, b = interleaved(
@@ -86,7 +86,7 @@ THREE = ("read", "copy", "default")
 
 
 def rows(rounds: int = 15, iterations: int = 1000) -> list[Row]:
-    """Beside the queue per task, which has bars, then beside the queue per group."""
+    """Compare with the queue per task, which has bars, and with the queue per group."""
     inline = plan(["default"], depth=3)
     threads = plan(THREE, depth=5)
     # Eight hand-overs between threads in every period: the threads' own cost, whatever the engine.

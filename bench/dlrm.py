@@ -1,4 +1,4 @@
-"""TorchRec's own DLRM on table-wise sharded tables: the model and the batches of its benchmarks."""
+"""TorchRec's DLRM with table-wise sharded tables, and batches as in TorchRec's benchmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from swpipe.tasks.torchrec import _torchrec  # noqa: F401 - quiets what follows
+from swpipe.tasks.torchrec import _torchrec  # noqa: F401 - quiets the imports below
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -32,12 +32,12 @@ TABLES_MODULE = "model.sparse_arch.embedding_bag_collection"
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model and its batches are.
+    """The sizes of the model and its batches.
 
     Attributes:
         tables: Embedding tables, dealt to the ranks in turn; one feature each.
-        rows: Of each table.
-        dim: Of each embedding.
+        rows: The rows of each table.
+        dim: The size of each embedding.
         batch: Rows of a rank's part of a batch.
         ids: Ids per row and feature: 0 to twice that, less one, on average this less a half.
         bottom: Layers of the dense arch.
@@ -60,24 +60,24 @@ TINY = Size(tables=4, rows=64, dim=8, batch=6, ids=2, bottom=(8, 8), top=(8, 1),
 
 @dataclass
 class Batch(TorchRecBatch):  # type: ignore[misc]
-    """TorchRec's batch, without streams."""
+    """TorchRec's batch without streams."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         there = super().to(device, non_blocking)
         return Batch(there.dense_features, there.sparse_features, there.labels)
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing to record."""
+        """Do nothing: the batch is on a CPU."""
 
 
 def batches(size: Size, count: int, seed: int = 0) -> list[Batch]:
-    """This rank's part of ``count`` batches."""
+    """Return this rank's part of ``count`` batches."""
     draws = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     return [_batch(size, draws) for _ in range(count)]
 
 
 def endless(size: Size, count: int = 8) -> Iterator[Batch]:
-    """The same ``count`` batches over and over."""
+    """Return an iterator that repeats the same ``count`` batches."""
     return itertools.cycle(batches(size, count))
 
 
@@ -93,7 +93,7 @@ def _batch(size: Size, draws: torch.Generator) -> Batch:
 
 
 def sharded_dlrm(size: Size) -> nn.Module:
-    """The same model on every rank and call; its tables are updated in backward."""
+    """Return a DLRM with the same weights on every rank; its tables are updated in backward."""
     torch.manual_seed(0)
     tables = bags(size, range(size.tables))
     model = DLRMTrain(DLRM(tables, size.features, list(size.bottom), list(size.top)))
@@ -101,7 +101,7 @@ def sharded_dlrm(size: Size) -> nn.Module:
 
 
 def bags(size: Size, which: range) -> Any:
-    """A bag collection of some of the tables; one feature each."""
+    """Return a bag collection of the given tables, with one feature each."""
     return EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
@@ -117,7 +117,7 @@ def bags(size: Size, which: range) -> Any:
 
 
 def sharded(model: nn.Module, collections: Mapping[str, Any]) -> nn.Module:
-    """The model with the tables of its bag collections, by name, dealt to the ranks in turn."""
+    """Return the model with sharded tables: each collection's tables go round the ranks."""
     sharder: Any = EmbeddingBagCollectionSharder()
     world = dist.get_world_size()
     plans = {}
@@ -141,13 +141,13 @@ def sharded(model: nn.Module, collections: Mapping[str, Any]) -> nn.Module:
 
 
 def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Adagrad for all parameters that no fused optimizer updates."""
+    """Return an Adagrad optimizer of all parameters that no fused optimizer updates."""
     named = in_backward_optimizer_filter(model.named_parameters())
     return torch.optim.Adagrad([parameter for _, parameter in named], lr=0.01)
 
 
 def everything(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's share of all parameters."""
+    """Return this rank's shard of all parameters, by name."""
     found = {}
     for name, value in model.state_dict().items():
         shards = value.local_shards() if hasattr(value, "local_shards") else None

@@ -1,19 +1,18 @@
-"""A slow link between ranks of one machine: no collective ends sooner than L after its issue.
+"""An emulated slow link between ranks of one machine: a collective lasts at least the latency L.
 
     issue          the other ranks' data is here      L is over
       |------------------------|---------------------------|
       all_to_all_single()      real handle would return    this handle's wait() returns
 
-The functions of ``torch.distributed`` that hand out a handle are wrapped, and with them every one
-who calls them by that name, whichever pipeline it is. The handle is a ``dist.Work``, since TorchRec
-asks whether it is. To wait for one sleeps: the interpreter lock is free and no core is busy. Any
-number of exchanges is under way at once, as on a link that has latency and bandwidth to spare.
-With ``bytes_per_s`` the bytes that ``all_to_all_single`` sends to other ranks queue up behind each
-other; reductions have a link of their own. With ``in_turn`` each collective begins when the one
-before has ended, as on one communicator.
+Those functions of ``torch.distributed`` that return a handle are wrapped, for all callers that look
+them up there. The handle is a ``dist.Work``, since TorchRec tests for this type. Its ``wait``
+sleeps without the interpreter lock and without a core. Any number of exchanges may be in flight, as
+on a link with enough bandwidth. With ``bytes_per_s``, the bytes that ``all_to_all_single`` sends to
+other ranks queue up; reductions have a link of their own. With ``in_turn``, each collective begins
+when the previous one has ended, as on one communicator.
 
-What C++ issues on its own does not pass through here, DDP's all-reduces among it: give such a model
-a communication hook that issues them from Python (``reduce_by_link``). Its futures are late, too.
+Collectives that C++ issues are not wrapped, among them DDP's all-reduces. Give such a model a
+communication hook that issues them from Python (``reduce_by_link``); its futures are late, too.
 """
 
 from __future__ import annotations
@@ -66,20 +65,20 @@ class Exchange(NamedTuple):
 
     @property
     def waited_ns(self) -> int:
-        """How long the caller waited."""
+        """The time that the caller waited, in ns."""
         return self.done_ns - self.wait_ns
 
 
 class EmulatedLink:
-    """While entered, the link of this process is slow.
+    """A context manager under which this process's link is slow.
 
     Attributes:
         latency_ms: Least time from a collective's issue to its end; may be set at any time, and
             holds for those issued after that.
-        bytes_per_s: What a rank can send; may be set at any time, too.
+        bytes_per_s: The bytes that a rank can send; may be set at any time.
         in_turn: Whether a collective begins only when the one before it has ended.
         issued: How often each function was called.
-        exchanges: Those that were waited for, in that order, since ``recording`` was set.
+        exchanges: The exchanges since ``recording`` was set, in the order of their waits.
         recording: Whether to keep ``exchanges``.
     """
 
@@ -116,7 +115,7 @@ class EmulatedLink:
         self._completer.join()
 
     def future(self, work: LateWork) -> Any:
-        """One with the work's result, completed when the work is."""
+        """Return a future with the work's result, which completes when the work does."""
         future: Any = torch.futures.Future()
         self._futures.put((work, future))
         return future
@@ -126,7 +125,7 @@ class EmulatedLink:
             work, future = asked
             try:
                 future.set_result(work.result_when_due())
-            except Exception as error:  # noqa: BLE001 - for whoever waits for the future
+            except Exception as error:  # noqa: BLE001 - the future raises it
                 future.set_exception(error)
 
     def _slow(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,7 +151,7 @@ class EmulatedLink:
 
 
 class LateWork(dist.Work):
-    """A handle that completes no sooner than it should.
+    """A handle that completes no sooner than the emulated link allows.
 
     Args:
         work: The real one; anything else for a collective that has completed already.
@@ -174,7 +173,7 @@ class LateWork(dist.Work):
         self._done = False
 
     def wait(self, timeout: dt.timedelta = dt.timedelta(0)) -> bool:
-        """Sleep until the collective is done and the latency over; later calls return at once."""
+        """Sleep until the collective is done and the latency is over; at most once."""
         if self._done:
             return True
         wait_ns = time.perf_counter_ns()
@@ -186,20 +185,20 @@ class LateWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the real collective is done and the latency is over."""
+        """Return whether the real collective is done and the latency is over."""
         real = self._work is None or self._work.is_completed()
         return real and time.perf_counter_ns() >= self._due_ns
 
     def is_success(self) -> bool:
-        """Whether it completed without an error."""
+        """Return whether the collective completed without an error."""
         return self.is_completed() and (self._work is None or self._work.is_success())
 
     def get_future(self) -> Any:
-        """A future that completes no sooner than this does."""
+        """Return a future that completes no sooner than this handle does."""
         return self._link.future(self)
 
     def result_when_due(self) -> Any:
-        """The real collective's result, when it is done and the latency over."""
+        """Return the real collective's result once it is done and the latency is over."""
         self._wait_until_due(dt.timedelta(0))
         return None if self._work is None else self._work.get_future().value()
 
@@ -226,7 +225,7 @@ def _sent_bytes(
 
 
 def reduce_by_link(model: nn.Module) -> None:
-    """Let a model's DDP wrappers all-reduce as they do by default, over the emulated link."""
+    """Make a model's DDP wrappers all-reduce over the emulated link, otherwise as by default."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             group = module.process_group

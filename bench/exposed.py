@@ -51,7 +51,7 @@ while True:
 
 
 class Removed(torch.autograd.Function):
-    """A loss that was computed before, and zero gradients for what leads to it."""
+    """A function with a loss that was computed earlier, and zero gradients for its inputs."""
 
     @staticmethod
     def forward(ctx: object, loss: Tensor, zeros: Tensor, upstream: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Removed(torch.autograd.Function):
 
 
 class Job:
-    """A training step of about 8 ms, of which any tasks can be removed."""
+    """A training step of about 8 ms from which any task can be removed."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -89,7 +89,7 @@ class Job:
 
     @property
     def tasks(self) -> list[PipelineTask]:
-        """Each runs, or is removed."""
+        """The tasks; those in ``removed`` only provide what they computed earlier."""
         return [PipelineTask(name, self._either(name)) for name in NAMES]
 
     def _either(self, name: str) -> Callable[[IterContext], None]:
@@ -117,7 +117,7 @@ class Job:
         time.sleep(1e-3)
 
     def no_wait(self, ctx: IterContext) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def product(self, ctx: IterContext) -> None:
         ctx.product = self.square @ self.square @ self.square
@@ -152,7 +152,7 @@ class Job:
         self.optimizer.zero_grad()
 
     def no_step(self, ctx: IterContext) -> None:
-        """Gradients add up, as where the task is shortcut."""
+        """Do nothing; gradients accumulate, as they do when the task is shortcut."""
 
     def _no_gradients(self, module: nn.Module) -> None:
         for parameter in module.parameters():
@@ -160,7 +160,7 @@ class Job:
 
 
 def _plan(groups: dict[str, str], depth: int | None = None) -> PipelinePlan:
-    """Groups of tasks by thread group, each in the stage after the one before."""
+    """Return a plan of one stage per entry: a thread group, and the names of its tasks."""
     placed = [
         (name, TaskSchedule(stage=stage, thread_group=group))
         for stage, (group, names) in enumerate(groups.items())
@@ -182,7 +182,7 @@ PLANS = {
 
 @dataclass
 class Found:
-    """What was measured under one plan; all in seconds.
+    """The measurements under one plan, in seconds.
 
     Attributes:
         profiles: Task to the estimate and half-width of each profile.
@@ -196,7 +196,7 @@ class Found:
 
     @property
     def coverage(self) -> float:
-        """The share of intervals that contain the truth, whose own 95% interval counts as well."""
+        """The share of intervals that contain the true time, whose own 95% interval counts."""
         hits = []
         for name, profiles in self.profiles.items():
             true_s = self.true_s[name]
@@ -209,11 +209,11 @@ class Found:
 
     @property
     def half_width_s(self) -> float:
-        """The median over tasks and profiles."""
+        """The median half-width over tasks and profiles."""
         return median(half for found in self.profiles.values() for _, half in found)
 
     def bias_s(self, name: str) -> tuple[float, float]:
-        """The mean error of a task's profiles, and the standard error of that."""
+        """Return the mean error of a task's profiles, and the standard error of that mean."""
         values, truth = [value for value, _ in self.profiles[name]], self.true_s[name]
         noise = math.hypot(
             stdev(values) / math.sqrt(len(values)), stdev(truth) / math.sqrt(len(truth))
@@ -222,7 +222,7 @@ class Found:
 
 
 def true_round(job: Job, pipe: SWPipeline, *, pipelined: bool, rng: random.Random) -> Found:
-    """Time the step with all tasks and without each, in turns."""
+    """Time the step with all tasks and without each of them, in alternation."""
 
     def visit(removed: tuple[str, ...]) -> float:
         job.removed = removed
@@ -250,7 +250,7 @@ def true_round(job: Job, pipe: SWPipeline, *, pipelined: bool, rng: random.Rando
 
 
 def measure(plan: PipelinePlan, *, pipelined: bool, profiles: int, rounds: int = 6) -> Found:
-    """Profiles, and the truth, in turns."""
+    """Take profiles and measure the true times, in alternation."""
     job, rng, total = Job(), random.Random(0), Found()
     with SWPipeline(plan, job.tasks, device="cpu") as pipe:
         for _ in range(profiles):
@@ -270,7 +270,7 @@ def measure(plan: PipelinePlan, *, pipelined: bool, profiles: int, rounds: int =
 
 @contextmanager
 def half_a_core(taken: bool) -> Iterator[None]:
-    """Let another process take half of a core."""
+    """Occupy half of a core by another process within the block."""
     if not taken:
         yield
         return
@@ -283,7 +283,7 @@ def half_a_core(taken: bool) -> Iterator[None]:
 
 
 def rows_of(what: str, found: Found) -> list[Row]:
-    """Coverage, with the width of the intervals, and the greatest bias."""
+    """Return two rows: the coverage with the intervals' width, and the largest bias."""
     step_s = fmean(found.step_s)
     count = sum(map(len, found.profiles.values()))
     biases = {name: found.bias_s(name) for name in NAMES}
@@ -309,7 +309,7 @@ def rows_of(what: str, found: Found) -> list[Row]:
 
 
 def rows() -> list[Row]:
-    """Serially and under three plans, on a quiet machine and beside another process."""
+    """Return the rows of a serial and three pipelined plans, on a quiet machine and a busy one."""
     profiles = int(os.environ.get("EXPOSED_PROFILES", "3"))
     found: list[Row] = []
     for taken in (False, True):

@@ -1,4 +1,4 @@
-"""What making a pipeline takes, and what a trace, step times and a watched task add to a step."""
+"""The cost of making a pipeline, and what a trace, step times or a watched task add to a step."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from swpipe import IterContext, PipelinePlan, PipelineTask, SWPipeline
 from swpipe.trace import StepTimes
 
 MADE_MS = 50.0
-"""A pipeline of 1,000 tasks."""
+"""The most time that making a pipeline of 1,000 tasks may take."""
 
 TIMED_TASKS, TIMED_US = 10, 20
-"""What step times may add to a step of so many tasks."""
+"""The number of tasks of a step, and the time that step times may add to it."""
 
 STEP_US, OPERATORS, WARM_UP = 1000, 20, 50  # the first 16 iterations are all watched
 
 
 def made_row(rounds: int, tasks: int = 1000) -> Row:
-    """Time to make and close a pipeline, of a chain of tasks in three thread groups."""
+    """Time making and closing a pipeline of a chain of tasks in three thread groups."""
     chain = plan(THREE, depth=5, tasks=tasks)
     took = timed_ms(rounds, lambda: SWPipeline(chain, device="cpu").close())
     return tolerated(f"making a pipeline of {tasks:,} tasks", median(took), MADE_MS, "ms", 1)
 
 
 def traced_row(rounds: int, iterations: int) -> Row:
-    """Dispatch with a trace being recorded, beside dispatch without."""
+    """Compare dispatch with and without a recorded trace."""
     with SWPipeline(plan(THREE, depth=5), device="cpu") as pipe:
 
         def traced() -> float:
@@ -45,7 +45,7 @@ def traced_row(rounds: int, iterations: int) -> Row:
 
 
 def timed_row(rounds: int, iterations: int) -> Row:
-    """Empty tasks, in many short blocks; reports to a file are as frequent as usual."""
+    """Measure what ``StepTimes`` adds to a step of empty tasks, at its default report interval."""
     tasks = [PipelineTask(f"t{i}", nothing) for i in range(TIMED_TASKS)]
 
     def us(observing: AbstractContextManager[None]) -> float:
@@ -67,7 +67,7 @@ def timed_row(rounds: int, iterations: int) -> Row:
 
 
 def watched_tasks() -> list[PipelineTask]:
-    """A pure task of some small operators, each of which is seen when watched; and the rest."""
+    """Return a pure task of small operators, each seen when watched, and a task that computes."""
     matrix = torch.rand(96, 96)
 
     def decode(ctx: IterContext) -> None:
@@ -88,9 +88,9 @@ def watched_tasks() -> list[PipelineTask]:
 
 
 def watched_row(rounds: int, iterations: int) -> Row:
-    """By default two iterations in a hundred are watched; in time of the processor.
+    """Compare a step that is watched by default, 2 iterations in 100, with one that is not.
 
-    So the check's share is the same, whatever else runs on the machine.
+    Process time is measured, so that other processes do not change the share of the check.
     """
     tasks = watched_tasks()
 
@@ -114,7 +114,7 @@ def watched_row(rounds: int, iterations: int) -> Row:
 
 
 def rows(rounds: int = 7, iterations: int = 500) -> list[Row]:
-    """One of each."""
+    """Return one row of each kind."""
     return [
         made_row(rounds),
         traced_row(rounds, iterations),

@@ -1,4 +1,4 @@
-"""The first batch of an overlapped loop over a large table: how late it comes, and the memory."""
+"""The time until the first batch of an overlapped loop over a large table, and its peak memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from bench.measure import Row, tolerated
 from swpipe import IterContext, PipelineTask, overlap
 
 TABLE_ROWS = 3_800_000
-"""Of 64 numbers each: 0.9 GiB."""
+"""Rows of 64 numbers each: 0.9 GiB."""
 
 MOST_MS, MOST_MIB = 100, 50
 
 
 def rows(rounds: int = 3) -> list[Row]:
-    """Beside the plain loop, each in a process of its own; the median."""
+    """Compare with the plain loop, each in a process of its own; the median counts."""
     pairs = [(measured("overlap"), measured("plain")) for _ in range(rounds)]
     later_ms, more_mib = (
         sorted(overlapped[i] - plain[i] for overlapped, plain in pairs)[rounds // 2] for i in (0, 1)
@@ -34,7 +34,7 @@ def rows(rounds: int = 3) -> list[Row]:
 
 
 def measured(loop: str) -> tuple[float, float]:
-    """Milliseconds until the first batch, and the process's peak in MiB."""
+    """Return the milliseconds until the first batch, and the process's peak memory in MiB."""
     command = [sys.executable, "-m", "bench.first_batch", loop]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     ms, mib = map(float, printed.split())

@@ -1,7 +1,7 @@
-"""What a plan gains on whole models: steps per second beside the same tasks in a plain loop.
+"""The gain of a plan on whole models: steps per second, compared with a plain loop of the tasks.
 
-Each model is trained under both plans, in turns that alternate. No bar: how much there is to gain
-depends on how much of a step is not training.
+Each model is trained under both plans in alternation. There is no bar, since the possible gain
+depends on the share of a step that is not training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS, TURN = 240, 40
 
 
 def rows(steps: int = STEPS, turn: int = TURN) -> list[Row]:
-    """A row per model."""
+    """Return a row per model."""
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as cache:
         there = [name for name in MODELS if name != "clicks" or HAS_POLARS]
@@ -39,7 +39,7 @@ def rows(steps: int = STEPS, turn: int = TURN) -> list[Row]:
 
 
 def one_model(name: str, steps: int, turn: int, cache: Path) -> Row:
-    """One model under both plans; ``cache`` keeps its data."""
+    """Compare both plans of one model; ``cache`` is the folder of its data."""
     plans = plans_of(name)
     runs = [JobRun(plan, opened(name, cache), plans[plan], steps) for plan in plans]
     with runs[0].pipe, runs[1].pipe:
@@ -62,7 +62,7 @@ def opened(name: str, cache: Path) -> Job:
     torch.set_num_threads(1)
     if name == "images":
         return Job(name, "cpu")
-    example("click_job")  # which its name leads to from here on
+    example("click_job")  # from now on it can be imported by name
     with chdir(cache):
         return Job("click_job:loop", "cpu")
 

@@ -1,12 +1,12 @@
-"""On CUDA: copy, compute and a second stream, beside a loop by hand; and the bench of devices.
+"""Copies, computation and a second stream on CUDA, and in a manual loop; then ``bench.device``.
 
     memcpy      copy i + 1  (host to device)
     caller's    compute i   (matrix products)
     offload     offload i - 1  (device to host)
 
-Each uses a part of the machine of its own, but all of them the device's memory: so what they take
-together is measured beside what a loop by hand takes, with streams and events. The loops of
-``bench.device`` come first, in one table. ``python -m bench.gpu``.
+Each uses its own part of the machine, but all use the device's memory. Therefore their total time
+is compared with that of a hand-written loop with streams and events. The loops of ``bench.device``
+come first, in one table. ``python -m bench.gpu``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ BAR = 1.02
 DEPTH = 4
 DEVICE = torch.device("cuda")
 SIDE = 4096
-"""Rows of a square matrix; in bfloat16 it takes 32 MiB."""
+"""The rows of a square matrix; in bfloat16 it takes 32 MiB."""
 
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The work of an iteration."""
+    """The amount of work in an iteration."""
 
     copy_mib: int
     products: int
@@ -41,7 +41,7 @@ class Sizes:
 
 
 class Work:
-    """The three tasks at given sizes."""
+    """The tasks copy, compute and offload at given sizes."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -70,7 +70,7 @@ class Work:
 
 
 def plan(group: str) -> PipelinePlan:
-    """Three streams; ``group`` is the thread group that launches the copy."""
+    """Return a plan on three streams; ``group`` is the thread group that launches the copy."""
     return PipelinePlan(
         {
             "copy": TaskSchedule(0, "memcpy", group),
@@ -83,7 +83,7 @@ def plan(group: str) -> PipelinePlan:
 
 
 def elapsed_ms(work: Callable[[], object]) -> float:
-    """Time of ``work`` on the current stream of an idle device, in ms."""
+    """Return the time of ``work`` on the current stream of an idle device, in ms."""
     begin, end = (torch.Event(device=DEVICE, enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
@@ -94,7 +94,7 @@ def elapsed_ms(work: Callable[[], object]) -> float:
 
 
 def alone_ms(fn: Callable[[IterContext], None], work: Work, repeats: int) -> float:
-    """Device time of one task when nothing runs beside it, in ms."""
+    """Return the device time of one task while nothing else runs, in ms."""
     ctx = IterContext(None, 0)
     work.copy(ctx)
 
@@ -106,7 +106,7 @@ def alone_ms(fn: Callable[[IterContext], None], work: Work, repeats: int) -> flo
 
 
 def interval_ms(pipe: SWPipeline, periods: int) -> float:
-    """Device time from one iteration's end to the next one's, in the steady state, in ms."""
+    """Return the device time from one iteration's end to the next in the steady state, in ms."""
     data: Iterator[None] = itertools.repeat(None, periods + 3 * DEPTH)
 
     def steady() -> None:
@@ -125,7 +125,7 @@ def interval_ms(pipe: SWPipeline, periods: int) -> float:
 
 
 def by_hand_ms(work: Work, periods: int) -> float:
-    """The same interval of a loop that launches all on three streams, without any limit, in ms."""
+    """Return the same interval of a manual loop on three streams, in ms."""
     memcpy, offload = torch.cuda.Stream(), torch.cuda.Stream()
     here = torch.cuda.current_stream()
 
@@ -152,7 +152,7 @@ def by_hand_ms(work: Work, periods: int) -> float:
 
 
 def sized(copy_ms: float, compute_ms: float, offload_ms: float) -> Sizes:
-    """Sizes that take about these times on this machine."""
+    """Return the sizes at which the tasks take about these times on this machine."""
     probe = Work(Sizes(128, 8, 128))
     for fn in (probe.copy, probe.compute, probe.offload) * 3:  # also lets the clock rise
         alone_ms(fn, probe, 20)
@@ -170,7 +170,7 @@ def sized(copy_ms: float, compute_ms: float, offload_ms: float) -> Sizes:
 def interval_row(
     what: str, sizes: Sizes, group: str, bar: float | None, rounds: int, periods: int
 ) -> Row:
-    """One plan's interval beside that of a loop by hand, and its tasks' times alone."""
+    """Compare one plan's interval with that of a manual loop; show the times of its tasks alone."""
     work = Work(sizes)
     with SWPipeline(plan(group), work.tasks(), device=DEVICE) as pipe:
         interval_ms(pipe, 5)
@@ -192,7 +192,7 @@ def interval_row(
 
 
 def rows(rounds: int = 7, periods: int = 40) -> list[Row]:
-    """Compute the busiest, from one thread and from two; the copy the busiest."""
+    """Return rows in which compute takes longest, launched by one thread or two, and the copy."""
     compute_bound, copy_bound = sized(7.0, 10.0, 6.0), sized(10.0, 6.0, 1.0)
     return [
         interval_row("compute busiest, one thread", compute_bound, "default", BAR, rounds, periods),

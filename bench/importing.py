@@ -1,4 +1,4 @@
-"""How long ``import swpipe`` takes, and the first batch, after ``import torch``; from bytecode."""
+"""The time of ``import swpipe`` and of the first batch, after ``import torch``, from bytecode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.measure import Row, Spread, tolerated
 MOST_MS = 40.0
 
 FIRST_MOST_MS = 50
-"""The plain loop has its first batch in less than one; from here on it is taken to be 0."""
+"""The limit for a first batch. The plain loop has it in less than 1 ms, which counts as 0."""
 
 _TIMED = """
 import time
@@ -31,9 +31,9 @@ print(*(1e3 * seconds for seconds in (end - middle, middle - begin, first - midd
 
 
 def rows(rounds: int = 20) -> list[Row]:
-    """The ratio of an import is over the limit; ``import torch`` stands beside it.
+    """Return the import time over its limit, that of ``import torch``, and the first batch's time.
 
-    The first batch's is the least of all rounds: other processes delay single ones.
+    The first batch's time is the minimum of all rounds, since other processes delay single ones.
     """
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": cache}

@@ -1,13 +1,13 @@
-"""The steady state's initiation interval over its lower bound, and over what is predicted of it.
+"""The initiation interval of the steady state over its lower bound and over its prediction.
 
-The bound is that of ``lower_bounds``, for tasks that block a known time, from what the same tasks
-take when a bare loop calls them in the same round: the times they are given, and what the machine
-adds to a thread that blocks alone.
+The bound is that of ``lower_bounds`` for tasks that block for a set time. Their costs are what the
+same tasks take in a bare loop in the same round, which includes what the machine adds to a thread
+that blocks alone.
 
-The prediction is that of ``simulate``, from costs that are measured in the same round: within 5%
-for these tasks, with costs measured one task at a time; within 15% for a loop over compressed
-files, with costs measured while the plan runs, since its tasks share cores and memory. The ratio is
-the greater over the smaller: 1.05 is 5% off, in either direction.
+The prediction is that of ``simulate``, from costs measured in the same round. It must be within 5%
+for these tasks, whose costs are measured one task at a time, and within 15% for a loop over
+compressed files, whose costs are measured while the plan runs, since its tasks share cores and
+memory. The ratio is the larger over the smaller: 1.05 is 5% off, in either direction.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from swpipe.profiler import measure_costs
 
 BAR = 1.03
 BLOCKING_BAR, REAL_BAR = 1.05, 1.15
-"""Of predictions."""
+"""The bars of predictions."""
 
 YIELDING_S = 0.4e-3
-"""Poll for this long at the end: a sleep ends 50 to 150 us late on a virtual machine."""
+"""The time to poll at the end: a sleep ends 50 to 150 us late on a virtual machine."""
 
 
 def block(seconds: float) -> None:
-    """Block the calling thread for ``seconds``, and let others run meanwhile."""
+    """Block the calling thread for ``seconds``, and yield to other threads."""
     end = time.perf_counter() + seconds
     time.sleep(max(0.0, seconds - YIELDING_S))
     while time.perf_counter() < end:
@@ -49,7 +49,7 @@ class Case:
     """A plan whose tasks block.
 
     Attributes:
-        what: What is special about it.
+        what: Its special property.
         ms: Task to how long it blocks, in ms.
         plan: The plan.
     """
@@ -59,7 +59,7 @@ class Case:
     plan: PipelinePlan
 
     def tasks(self) -> list[PipelineTask]:
-        """The tasks; each blocks as long as it should."""
+        """Return the tasks, each of which blocks for its set time."""
         return [PipelineTask(name, _blocking(ms * 1e-3)) for name, ms in self.ms.items()]
 
 
@@ -76,7 +76,7 @@ def case(
     depth: int,
     cross: Iterable[tuple[str, str, int]],
 ) -> Case:
-    """A chain of tasks; each entry of ``groups`` is a stage, and names its thread group."""
+    """Return a chain of tasks; each entry of ``groups`` is a stage with its thread group."""
     ms = {name: length for _, tasks in groups for name, length in tasks.items()}
     return Case(
         what,
@@ -120,7 +120,7 @@ CASES = (
 
 
 def bound_ms(plan: PipelinePlan, ms: Mapping[str, float]) -> float:
-    """max(ResMII, RecMII): the busiest thread group, or the heaviest cycle per distance, in ms."""
+    """Return the lower bound on the interval, max(ResMII, RecMII), in ms."""
     costs = CostModel({name: TaskCost(host_us=1e3 * length) for name, length in ms.items()})
     return lower_bounds(plan, costs, streams=False).ii_us / 1e3
 
@@ -128,7 +128,7 @@ def bound_ms(plan: PipelinePlan, ms: Mapping[str, float]) -> float:
 def ms_per_period(
     pipe: SWPipeline, periods: int, batches: Callable[[int], Iterable[int]] = range
 ) -> float:
-    """The steady state's interval, in ms; ``batches`` makes that many."""
+    """Return the steady-state interval in ms; ``batches`` makes so many batches."""
     settle = 2 * pipe.plan.depth
     data = iter(batches(periods + settle + pipe.plan.depth))
     for _ in range(settle):
@@ -144,7 +144,7 @@ def ms_per_period(
 
 
 def alone_ms(fn: Callable[[IterContext], None], repeats: int) -> float:
-    """What a task takes when nothing runs beside it, in ms."""
+    """Return the time of a task while nothing else runs, in ms."""
     ctx = IterContext(None, 0)
     begin = time.perf_counter()
     for _ in range(repeats):
@@ -153,7 +153,7 @@ def alone_ms(fn: Callable[[IterContext], None], repeats: int) -> float:
 
 
 def row(case: Case, rounds: int, periods: int) -> Row:
-    """One plan's interval beside its bound."""
+    """Compare one plan's interval with its bound."""
     tasks = case.tasks()
 
     def bound() -> float:
@@ -172,7 +172,7 @@ def predicted_row(
     rounds: int,
     periods: int,
 ) -> Row:
-    """The interval that is predicted beside that of the run; costs of batches under the plan."""
+    """Compare the predicted interval with the measured one, for tasks over ``batches``."""
     pipelined = batches != [None]
 
     def fed(count: int) -> Iterable[Any]:
@@ -195,7 +195,7 @@ def predicted_row(
 
 
 def rows(rounds: int = 7, periods: int = 30) -> list[Row]:
-    """Two rows per plan, and one of real work."""
+    """Return two rows per plan, and one of real work."""
     found = []
     for case in CASES:
         found.append(row(case, rounds, periods))

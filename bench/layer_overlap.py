@@ -1,11 +1,12 @@
-"""Layers of experts on two ranks, all or every other one: forward over backward, beside serially.
+"""Layers of experts on two ranks: forward over backward, compared with a serial run.
 
-The link is emulated: an exchange takes 5 ms and no core. The microbatches are made so large that a
-serial run spends half of its time in exchanges. Both run the same tasks, and train the same bits.
+The link is emulated: an exchange takes 5 ms and no core. The microbatches are so large that a
+serial run spends half of its time in exchanges. Both run the same tasks and train the same bits.
+The experts are in all layers, or in every other one.
 
-The bound is that of the schedule: in each period one forward and one backward, neither faster than
-its own chain of work and exchanges, and both on one thread; before them a forward alone, after them
-a backward alone.
+The bound is that of the schedule. In each period one forward and one backward run, neither faster
+than its own chain of work and exchanges, and both on one thread. Before them a forward runs alone,
+after them a backward.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from bench.measure import Row, Spread, compared, interleaved, sharpen_timers
 
 MICROBATCHES, LATENCY_MS = 8, 5.0
 BARS = {("moe",) * 4: 0.75, ("dense", "moe") * 2: 0.85}
-"""By the types of layers."""
+"""The bars by the types of layers."""
 
 EXCHANGES = {"f": 3, "b": 2}
-"""Of a layer: counts, dispatch and combine of tokens; combine and dispatch of gradients."""
+"""The exchanges of a layer: counts, dispatch, combine of tokens; combine, dispatch of gradients."""
 
 
 @dataclass
 class Measured:
-    """What was measured on one rank, in milliseconds per step of all microbatches.
+    """The measurements of one rank, in milliseconds per step of all microbatches.
 
     Attributes:
         rows: Sequences in a microbatch.
-        layers: With experts.
-        serial_ms: One task after the other, a figure per round.
-        overlapped_ms: By the plan.
-        work_ms: Of one microbatch without latency: forward, backward, and of the latter the part
+        layers: The number of layers with experts.
+        serial_ms: The serial time, a figure per round.
+        overlapped_ms: The time under the plan.
+        work_ms: The work of one microbatch without latency: forward, backward, and the part of it
             that nothing but the optimizer waits for.
-        same: Both trained the same bits.
+        same: Whether both trained the same bits.
     """
 
     rows: int
@@ -51,13 +52,13 @@ class Measured:
 
     @property
     def serial_bound_ms(self) -> float:
-        """Work and exchanges in sequence."""
+        """The sum of work and exchanges."""
         each = self.work_ms["f"] + self.work_ms["b"] + sum(map(self.exchange_ms, "fb"))
         return MICROBATCHES * each
 
     @property
     def bound_ms(self) -> float:
-        """The least that the schedule can take."""
+        """The lower bound on a step under the schedule."""
         ahead, back, late = (self.work_ms[part] for part in ("f", "b", "dw"))
         chains = ahead + self.exchange_ms("f"), back - late + self.exchange_ms("b")
         period = max(ahead + back, *chains)
@@ -68,7 +69,7 @@ class Measured:
 
 
 def on_rank(types: tuple[str, ...], rounds: int, size: int, rows: int | None) -> Measured:
-    """Train on microbatches in both ways, in turn."""
+    """Train on microbatches both ways, in alternation."""
     from docs.examples.moe_gpt import GPTModel, TransformerConfig
     from swpipe.tasks.transformer import training_pipeline
 
@@ -127,7 +128,7 @@ def on_rank(types: tuple[str, ...], rounds: int, size: int, rows: int | None) ->
 
 
 def _work(pipe: Any, data: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Milliseconds of a microbatch's tasks, by side; and of delayed weight gradients."""
+    """Return the ms of a microbatch's tasks by direction, and those of delayed weight gradients."""
     dist.barrier()
     with pipe.trace() as trace:
         pipe.run(data)
@@ -141,7 +142,7 @@ def _work(pipe: Any, data: list[dict[str, torch.Tensor]]) -> dict[str, float]:
 
 
 def rows(rounds: int = 7, size: int = 128, rows_of_a_microbatch: int | None = None) -> list[Row]:
-    """The ratio with its bar, and the bound."""
+    """Return the ratio with its bar, and the bound."""
     return [
         row
         for types, bar in BARS.items()

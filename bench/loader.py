@@ -1,9 +1,9 @@
-"""A loader that takes as long as training: pulled ahead by swpipe, by hand, and by DataLoader.
+"""A loader that takes as long as training, pulled ahead by swpipe, by a thread, and by DataLoader.
 
-The loader reads, inflates and makes features, as a dataset does. A thread that pulls, and a queue
-that holds one batch, are what one writes by hand. The thread makes the next batch while the queue
-is full, so that both ways are two batches ahead of the body. Over a thread and a queue an iteration
-may take 30 us more where there is nothing to do, and 3% more where both cores are busy.
+The loader reads, inflates and computes features, as a dataset does. The usual manual solution is a
+thread that pulls and a queue of one batch. The thread makes the next batch while the queue is full,
+so both ways are two batches ahead of the body. Compared with a thread and a queue, an iteration may
+take 30 us more if there is no work, and 3% more if both cores are busy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WARM_UP = 25  # the first 16 iterations are watched
 
 
 class Loop(Dataset[Tensor]):
-    """The features of each file, and a model that trains on them, the same each time."""
+    """The features of each file as a dataset, and a model to train on them, always the same one."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
@@ -52,18 +52,18 @@ class Loop(Dataset[Tensor]):
         return x
 
     def features(self) -> Iterator[Tensor]:
-        """As a loader in this process makes them."""
+        """Return an iterator over the features, computed in this process."""
         return (self[index] for index in range(len(self)))
 
     def train(self, ctx: IterContext) -> None:
-        """On the batch of a context; its loss is there then."""
+        """Train on the batch of a context, and set its loss."""
         ctx.x = ctx.batch
         for task in self.tasks[3:]:
             task.fn(ctx)
 
 
 def pulled_by_hand(loader: Iterable[Any], most: int = 1) -> Iterator[Any]:
-    """By a thread, through a queue of ``most`` batches; the thread ends where the loop is left."""
+    """Yield batches that a thread pulls through a queue of ``most``; the thread ends with it."""
     batches: queue.Queue[Any] = queue.Queue(most)
     left = threading.Event()
 
@@ -87,7 +87,7 @@ def pulled_by_hand(loader: Iterable[Any], most: int = 1) -> Iterator[Any]:
 
 
 def over(loop: Loop, batches: Iterable[Tensor]) -> Iterator[IterContext]:
-    """No swpipe."""
+    """Train on each batch in a plain loop."""
     for number, batch in enumerate(batches):
         ctx = IterContext(batch, number)
         loop.train(ctx)
@@ -95,7 +95,7 @@ def over(loop: Loop, batches: Iterable[Tensor]) -> Iterator[IterContext]:
 
 
 def overlapped(loop: Loop) -> Iterator[IterContext]:
-    """One call."""
+    """Train in a loop under ``swpipe.overlap``."""
     with swpipe.overlap(loop.features(), [loop.train], pull_ahead=True, device="cpu") as contexts:
         yield from contexts
 
@@ -110,11 +110,11 @@ OTHERS: dict[str, tuple[Run, float | None]] = {
         1 / 0.9,
     ),
 }
-"""With the bars of ``overlap`` beside them."""
+"""Other ways to load, with the bars of ``overlap`` compared with them."""
 
 
 def ms_per_batch(run: Run, paths: Sequence[Path], batches: int) -> float:
-    """Time per batch of the steady state, in ms."""
+    """Return the time per batch in the steady state, in ms."""
     ahead = 2
     many = [paths[i % len(paths)] for i in range(WARM_UP + batches + ahead)]
     with closing(run(Loop(many))) as contexts:  # type: ignore[type-var]  # all are generators
@@ -127,7 +127,7 @@ def ms_per_batch(run: Run, paths: Sequence[Path], batches: int) -> float:
 
 
 def empty_us(by_swpipe: bool, batches: int = 5000) -> float:
-    """An iteration of a loop that does nothing."""
+    """Return the time of an iteration without work, in us."""
     loader = (torch.ones(4) for _ in range(batches))
     begin = time.perf_counter()
     if by_swpipe:
@@ -141,7 +141,7 @@ def empty_us(by_swpipe: bool, batches: int = 5000) -> float:
 
 
 def rows(rounds: int = 7, batches: int = 60) -> list[Row]:
-    """``overlap`` beside each other way to run the loop, and beside a thread where it is empty."""
+    """Compare ``overlap`` with each other way to run the loop, and with a thread without work."""
     with tempfile.TemporaryDirectory() as folder:
         paths = files(Path(folder))
         runs = overlapped, *(run for run, _ in OTHERS.values())

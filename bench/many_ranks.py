@@ -1,4 +1,4 @@
-"""Steps as ``simulate(ranks=)`` predicts them, beside steps on 2 and 4 ranks with slow reads.
+"""Steps that ``simulate(ranks=)`` predicts, and steps on 2 and 4 ranks with slow reads.
 
     thread loader   read i+2 ......... | read i+3 ....       a sleep; 4 times as long at times
     stream net      exchange i+1 ..|                         a sleep, then all ranks meet by gloo
@@ -34,20 +34,20 @@ from tests.support.stream_device import StreamDevice
 READ_MS, EXCHANGE_MS, TRAIN_MS = 14.0, 3.0, 20.0
 JITTER = 0.05
 SLOW = (0.1, 4.0)
-"""A share of the reads, and how many times as long they take."""
+"""The share of slow reads, and how many times as long they take."""
 
 SLACK, RUN_AHEAD = (0, 1, 2, 4), (0, 2, 4)
 WARM_UP, STEPS = 20, 150
 
 LIMIT = 0.1
-"""How far a prediction may be off."""
+"""The limit for the error of a prediction."""
 
 APART = 0.1
-"""Two plans whose predicted steps differ by more must be measured in this order."""
+"""Two plans whose predicted steps differ by more than this must be measured in this order."""
 
 
 class ThreadStream:
-    """A stream: a thread that does what it is given, one after the other."""
+    """A stream: a thread that runs its work in order."""
 
     def __init__(self) -> None:
         self.works: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -60,7 +60,7 @@ class ThreadStream:
 
 
 class ThreadEvent:
-    """A point in the work of such a stream."""
+    """A point in the work of a ``ThreadStream``."""
 
     def __init__(self) -> None:
         self._reached = threading.Event()
@@ -91,7 +91,7 @@ class ThreadDevice(StreamDevice[ThreadStream]):
 
 
 def plan(slack: int, run_ahead: int) -> PipelinePlan:
-    """Return the plan whose reads are so many stages ahead of the first exchange."""
+    """Return a plan whose reads are ``slack`` stages ahead of the first exchange."""
     return PipelinePlan(
         schedule={
             "read": TaskSchedule(0, HOST, "loader"),
@@ -105,7 +105,7 @@ def plan(slack: int, run_ahead: int) -> PipelinePlan:
 
 
 def predicted_ms(n_ranks: int, slack: int, run_ahead: int) -> float:
-    """Return the mean step that the simulation has."""
+    """Return the mean step that the simulation predicts."""
     costs = CostModel(
         {
             "read": TaskCost(host_us=1e3 * READ_MS),
@@ -119,7 +119,7 @@ def predicted_ms(n_ranks: int, slack: int, run_ahead: int) -> float:
 
 
 def _sleep_ms(iteration: int, ms: float, *, slow: bool = False) -> None:
-    """Sleep as long as the rank takes in this iteration."""
+    """Sleep as long as this rank's factor of the iteration says."""
     rng = random.Random(1_000 * iteration + dist.get_rank())
     sigma = math.sqrt(math.log1p(JITTER**2))
     factor = rng.lognormvariate(-(sigma**2) / 2, sigma)
@@ -168,7 +168,7 @@ def on_rank() -> dict[tuple[int, int], float]:
 
 
 def rows() -> list[Row]:
-    """Return measured beside predicted, by plan and number of ranks; and whether orders agree."""
+    """Return measured over predicted, by plan and number of ranks, and whether the orders agree."""
     from tests.support.ranks import Ranks as Processes
 
     told = []

@@ -1,4 +1,4 @@
-"""Rounds, medians, spreads, and the table's rows."""
+"""Rounds, medians, spreads, and the rows of the table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """The spread of one value or more."""
+        """Return the spread of one or more values."""
         values = sorted(values)
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
@@ -35,14 +35,14 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table.
+    """A line of the table.
 
     Attributes:
-        what: What was measured.
+        what: The name of the measurement.
         ours: swpipe's figure, with its unit.
-        beside: What it is held against, with its unit.
+        beside: The time or size that it is compared with, with its unit.
         ratio: Ours over that; None where the row only informs.
-        bar: What the ratio's median must not pass; None where the row only informs.
+        bar: The limit for the ratio's median; None if the row is for information.
     """
 
     what: str
@@ -61,9 +61,9 @@ class Row:
 
 
 def interleaved(rounds: int, *measures: Callable[[], float]) -> list[list[float]]:
-    """Run the measures in turn, ``rounds`` times; one list of results per measure.
+    """Run the measures alternately, ``rounds`` times; return one list of results per measure.
 
-    Every second round goes backwards, so that none always follows the same one.
+    Every second round goes backwards, so that no measure always follows the same one.
     """
     results: list[list[float]] = [[] for _ in measures]
     for turn in range(rounds):
@@ -73,7 +73,7 @@ def interleaved(rounds: int, *measures: Callable[[], float]) -> list[list[float]
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Ours over theirs, round by round: a slow phase of the machine affects both."""
+    """Return ours over theirs, round by round: a slow phase of the machine affects both."""
     return Spread.of(a / b for a, b in zip(ours, theirs, strict=True))
 
 
@@ -87,7 +87,7 @@ def compared(
     *,
     digits: int = 2,
 ) -> Row:
-    """A row for two measures of the same rounds; ``label`` names the second."""
+    """Return a row that compares two measures of the same rounds; ``label`` names the second."""
     return Row(
         what=what,
         ours=f"{Spread.of(ours).text(digits)} {unit}",
@@ -98,13 +98,13 @@ def compared(
 
 
 def off_by(predicted: Sequence[float], true: Sequence[float]) -> Spread:
-    """The greater over the smaller, round by round: 1.05 is 5% off, in either direction."""
+    """Return the larger over the smaller, round by round: 1.05 is 5% off, in either direction."""
     ratio = ratios(predicted, true)
     return ratio if ratio.median >= 1 else ratios(true, predicted)
 
 
 def tolerated(what: str, value: float, limit: float, unit: str, digits: int = 0) -> Row:
-    """A figure that must not pass a limit."""
+    """Return a row for a figure with an upper limit."""
     return Row(
         what=what,
         ours=f"{value:+,.{digits}f} {unit}".rstrip(),
@@ -115,7 +115,7 @@ def tolerated(what: str, value: float, limit: float, unit: str, digits: int = 0)
 
 
 def timed_ms(rounds: int, fn: Callable[[], object], repeats: int = 1) -> list[float]:
-    """How long ``fn`` takes, in ms: one mean of ``repeats`` calls per round."""
+    """Return the time of ``fn`` in ms: per round, the mean of ``repeats`` calls."""
 
     def ms() -> float:
         begin = time.perf_counter()
@@ -127,16 +127,16 @@ def timed_ms(rounds: int, fn: Callable[[], object], repeats: int = 1) -> list[fl
 
 
 def resident_mib() -> float:
-    """Memory of this process, in MiB; 0 where the system does not say."""
+    """Return the resident memory of this process in MiB, or 0 if the system does not report it."""
     statm = Path("/proc/self/statm")
     pages = int(statm.read_text().split()[1]) if statm.exists() else 0
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def sharpen_timers() -> None:
-    """Ask Linux to end this thread's sleeps, and those of threads it starts, when they are due.
+    """Ask Linux to end sleeps of this thread, and of threads it starts, without the usual slack.
 
-    By default it may let them last 50 us longer.
+    By default a sleep may end 50 us late.
     """
     if sys.platform == "linux":
         set_timer_slack = 29
@@ -144,7 +144,7 @@ def sharpen_timers() -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as aligned text."""
+    """Return the rows as aligned text."""
     cells = [
         (
             row.what,
@@ -166,7 +166,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def report(rows: Sequence[Row]) -> int:
-    """Print the table and the rows that missed their bars; 1 where there are any, for the shell."""
+    """Print the table and the rows that missed their bars; return 1 if there are any, else 0."""
     print(table(rows))
     missed = [row.what for row in rows if row.missed]
     if missed:

@@ -1,4 +1,4 @@
-"""Whether memory stays flat: 10,000 iterations with 64 KiB each, and 2,000 of TorchRec's step."""
+"""The growth of memory over 10,000 iterations with 64 KiB each, and 2,000 of TorchRec's step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Growth(NamedTuple):
 
 
 def plan() -> PipelinePlan:
-    """Four tasks on three thread groups; attributes are made, overwritten and deleted."""
+    """Return a plan of four tasks on three groups that set, replace and delete attributes."""
 
     def read(ctx: IterContext) -> None:
         ctx.raw = bytearray(PAYLOAD)
@@ -61,7 +61,7 @@ def plan() -> PipelinePlan:
 
 
 def growth(iterations: int) -> Growth:
-    """Growth over ``iterations``, with nothing in flight before and after."""
+    """Return the growth over ``iterations``, measured while nothing is in flight."""
     with SWPipeline(plan(), device="cpu") as pipe:
         data = itertools.count()
         _run(pipe, data, WARM_UP // 2)
@@ -81,13 +81,13 @@ def _run(pipe: SWPipeline, data: Iterator[int], iterations: int) -> None:
 
 
 def _held() -> Growth:
-    """KiB of Python objects, and MiB of the process, at this moment."""
+    """Return the KiB of Python objects and the MiB of the process."""
     gc.collect()
     return Growth(tracemalloc.get_traced_memory()[0] / 2**10, resident_mib())
 
 
 def on_rank(passes: int) -> tuple[int, float]:
-    """Objects and MiB that so many passes of a pipeline over ten batches leave."""
+    """Return the objects and MiB that ``passes`` of a pipeline over ten batches leave behind."""
     from bench.dlrm import CPU, TINY, batches, dense_optimizer, sharded_dlrm
     from swpipe.tasks.torchrec import PipelineFactory
 
@@ -112,7 +112,7 @@ def on_rank(passes: int) -> tuple[int, float]:
 
 
 def rows(iterations: int = 10_000, passes: int = 200) -> list[Row]:
-    """Growth of Python's objects and of the process, over their limits."""
+    """Return the growth of Python objects and of the process, over their limits."""
     grown = growth(iterations)
     after = f"after {iterations:,} iterations"
     found = [

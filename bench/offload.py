@@ -1,7 +1,7 @@
-"""Activations on the host between forward and backward: the step's time, and what is kept.
+"""Activations kept on the host between forward and backward: step time and device memory.
 
-The device is CUDA, or else the test backend, with a link of 1.2 ms for each MiB, which a process
-sees for ever.
+The device is CUDA, or otherwise the test backend with a link of 1.2 ms per MiB. A process cannot
+unload the test backend.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEP_BAR, KEPT_BAR = 1.03, 1 / 3
 
 
 def rows(rounds: int = 7) -> list[Row]:
-    """The step with offload over that without; what is kept with it over that without."""
+    """Return the step time and the kept memory with offload, each over that without."""
     layers = Layers(LAYERS, device(), spin)
     with ExitStack() as stack:
         if SIMULATED:
@@ -46,7 +46,7 @@ def rows(rounds: int = 7) -> list[Row]:
 
 
 def step_ms(layers: Layers, which: Sequence[int]) -> float:
-    """A step's time, when its pipeline is warm."""
+    """Return the time of a step in a warm pipeline, in ms."""
     with layers.pipeline(which) as pipe:
         pipe.run([layers.batch] * WARM_UP)  # the first 16 iterations are watched
         torch.accelerator.synchronize()

@@ -1,8 +1,8 @@
-"""A V schedule whose pairs overlap beside the same one in sequence: PP 2 x EP 2 on four ranks.
+"""A V schedule whose pairs overlap, and the same one in sequence: PP 2 x EP 2 on four ranks.
 
 Ranks 0, 1 and 2, 3 share the experts of a stage; the pipelines are ranks 0, 2 and 1, 3. The link is
-emulated: an exchange of the experts takes 5 ms and no core. What the checker predicts of both comes
-from costs that are measured before, pairs included.
+emulated: an exchange of the experts takes 5 ms and no core. The checker predicts both from costs
+that are measured before, those of pairs included.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LAYERS_OF_A_STAGE, ROWS, TOKENS = 4, 2, 8
 
 @dataclass
 class Measured:
-    """What was found on one rank, in milliseconds per step.
+    """The measurements of one rank, in milliseconds per step.
 
     Attributes:
         paired_ms: Pairs overlap, a figure per round.
         sequence_ms: F and B of each pair one after the other.
-        predicted_ms: Of both.
+        predicted_ms: The predicted times of both.
         same: Whether gradients were equal, bit for bit.
     """
 
@@ -41,7 +41,7 @@ class Measured:
 
 
 def on_rank(rounds: int) -> Measured:
-    """Run both schedules in turn."""
+    """Run both schedules alternately."""
     from docs.examples.moe_gpt import GPTModel, TransformerConfig, mean_loss
     from swpipe.tasks.pipeline_parallel import PipelineRuntime, measure_costs
 
@@ -109,7 +109,7 @@ def on_rank(rounds: int) -> Measured:
 
 
 def rows(rounds: int = 7) -> list[Row]:
-    """The ratio with its bar; what was predicted, over what was measured."""
+    """Return the ratio with its bar, and predicted over measured."""
     from tests.support.ranks import Ranks
 
     try:

@@ -1,7 +1,7 @@
-"""PEC beside the split plan on two ranks, where bandwidth binds and where latency does.
+"""PEC compared with the split plan on two ranks, on links limited by bandwidth and by latency.
 
-As much work as a device would have sleeps, half of it in each direction. Both train the same model
-on the same batches, in turn, and must have the same parameters at the end, bit for bit.
+Sleeps stand for the work of a device, half of it in each direction. Both plans train the same model
+on the same batches alternately, and must end with equal parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ ROWS, DIM, BATCH, IDS = 60_000, 32, 128, 4
 BAR, TRIALS_BAR = 0.90, 1.03
 
 FILL = 6
-"""Steps before each turn's clock starts: a pipeline fills, and exchanges of the turn before end."""
+"""Steps before each turn's clock starts: a pipeline fills, and the previous turn's exchanges end.
+"""
 
 
 class Link(NamedTuple):
-    """A link and the share of ids that a batch has of the one before."""
+    """A link, and the share of ids that a batch has in common with the previous one."""
 
     latency_ms: float
     bytes_per_s: float
@@ -41,7 +42,7 @@ LINKS = (Link(5, 1e12, 0.2), Link(20, 1e12, 0.2), Link(20, 1.1e6, 0.2, BAR), Lin
 
 
 class Turns(NamedTuple):
-    """What one link gave: ms per step of each plan per round, what was chosen, and the sizes."""
+    """The results on one link: ms per step of each plan by round, the chosen plan, and sizes."""
 
     ms: dict[str, list[float]]
     equal: bool
@@ -50,7 +51,7 @@ class Turns(NamedTuple):
 
 
 def rows(rounds: int = 5, steps: int = 8) -> list[Row]:
-    """For each link, PEC over the split plan, and what a pipeline chooses."""
+    """Return, for each link, PEC over the split plan, and the plan that a pipeline chooses."""
     if find_spec("torchrec.distributed.pec_embedding") is None:
         return [Row("PEC on two ranks", "skipped: there is no torchrec with its collections")]
     from bench.contest import on_ranks
@@ -71,7 +72,7 @@ def rows(rounds: int = 5, steps: int = 8) -> list[Row]:
 
 
 def turns(link: Link, rounds: int, steps: int) -> Turns:
-    """Time both plans in turn, and let a pipeline choose."""
+    """Time both plans alternately, and let a pipeline choose."""
     import torch
 
     from bench.emulated_link import EmulatedLink
@@ -104,7 +105,7 @@ def turns(link: Link, rounds: int, steps: int) -> Turns:
 
 
 def _step_ms(pipeline: Any, data: Iterator[Any], steps: int) -> float:
-    """A step's time, when the pipeline is full."""
+    """Return the time of a step while the pipeline is full, in ms."""
     for _ in range(FILL):
         pipeline.progress(data)
     begin = time.perf_counter()
@@ -114,7 +115,7 @@ def _step_ms(pipeline: Any, data: Iterator[Any], steps: int) -> float:
 
 
 def _pipeline(trial: int | None, link: Link, count: int) -> tuple[Any, Any, Iterator[Any]]:
-    """A model, a pipeline that tries plans on so many batches, and its data."""
+    """Return a model, a pipeline that tries plans for ``trial`` batches, and its data."""
     from swpipe.tasks.torchrec import TrainPipelinePEC
     from tests.support.pec_models import CPU, batches, dense_optimizer, sharded
 

@@ -1,10 +1,10 @@
-"""A planned zero-bubble schedule beside torch's 1F1B and ZBV, on four ranks with emulated costs.
+"""A planned zero-bubble schedule compared with torch's 1F1B and ZBV, on four ranks.
 
 The passes of a stage sleep: F 20 ms, I (the gradient of its input) 30 ms, W (of its weights) 15 ms,
 twice as long in 1F1B, which has one stage per rank where the others have two. The contenders are
-torch's own classes. A step lasts from one barrier to the next. Beside it stands what the checker
-predicts, with the hop as measured and what stage 0 does on torch's runtime: nothing in I, and its
-whole backward pass in W.
+torch's own classes. A step lasts from one barrier to the next. The table also shows the checker's
+prediction, with the measured hop, and with stage 0 as torch's runtime treats it: nothing in I, and
+its whole backward pass in W.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from swpipe.plans.pipeline_parallel import (
 
 RANKS, MICROBATCHES = 4, 8
 COSTS_MS = (20.0, 30.0, 15.0)
-"""F, I and W of one of two stages per rank."""
+"""The costs F, I and W of a stage; each rank has two."""
 
 FEATURES = 8
 LEAST_MS = 1e-3
@@ -40,7 +40,7 @@ BARS = {F1B1: 0.9, ZBV: 1.05}
 
 
 class Activation(torch.autograd.Function):
-    """On the activation's path: sleeps in F, and where the gradient of the input is computed."""
+    """A function of the activation: sleeps in F, and where its input's gradient is computed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stage: Sleeper) -> Tensor:
@@ -55,9 +55,9 @@ class Activation(torch.autograd.Function):
 
 
 class Weight(torch.autograd.Function):
-    """On the weight's path: sleeps where its gradient is computed.
+    """A function of the weight: sleeps where the weight's gradient is computed.
 
-    One function with both inputs would compute both gradients in I, and again in W.
+    A single function of both inputs would compute both gradients in I, and again in W.
     """
 
     @staticmethod
@@ -100,7 +100,7 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
 
 
 def costs_of(n_stages: int, hop_ms: float, scale: float, share: float = 1.0) -> PipelineCosts:
-    """Of each stage, in ms; stage 0 does its whole backward pass in W."""
+    """Return the costs of the stages in ms; stage 0 does its whole backward pass in W."""
     forward, backward, weight = (cost * share * scale for cost in COSTS_MS)
     return PipelineCosts(
         forward=[forward] * n_stages,
@@ -111,7 +111,7 @@ def costs_of(n_stages: int, hop_ms: float, scale: float, share: float = 1.0) -> 
 
 
 class Contest:
-    """The contenders on this rank, and what is predicted of them."""
+    """The contenders on this rank, and the predictions of their steps."""
 
     def __init__(self, scale: float, effort: float) -> None:
         from swpipe.tasks.pipeline_parallel import PipelineRuntime, measure_hop
@@ -145,7 +145,7 @@ class Contest:
         return {stage: Sleeper(*(cost * scale for cost in COSTS_MS)) for stage in own}
 
     def _of_torch(self, schedule: PipelineSchedule, scale: float) -> Callable[[], object]:
-        """Torch's own class, on stages placed as in the schedule."""
+        """Return the step of torch's own class on the stages of the schedule."""
         last, device = schedule.n_stages - 1, torch.device("cpu")
         stages = [
             PipelineStage(module, stage, schedule.n_stages, device)
@@ -162,7 +162,7 @@ class Contest:
         return lambda: made.step(*inputs, target=target, losses=losses, return_outputs=False)
 
     def ms(self, name: str) -> float:
-        """A step, from barrier to barrier."""
+        """Return the time of a step from barrier to barrier, in ms."""
         dist.barrier()
         begin = time.perf_counter()
         self.steps[name]()
@@ -171,7 +171,7 @@ class Contest:
 
 
 def on_rank(rounds: int, scale: float, effort: float) -> tuple[Any, ...]:
-    """Times and predictions by contender, in ms, and the hop; on each rank."""
+    """Return the times and predictions by contender, and the hop, in ms, of this rank."""
     sharpen_timers()
     contest = Contest(scale, effort)
     for name in contest.steps:
@@ -182,7 +182,7 @@ def on_rank(rounds: int, scale: float, effort: float) -> tuple[Any, ...]:
 
 
 def rows(rounds: int = 7, scale: float = 1.0, effort: float = 1.0) -> list[Row]:
-    """The planned schedule over each of torch's; what was predicted, over what was measured."""
+    """Return the planned schedule over each of torch's, and predicted over measured."""
     from tests.support.ranks import Ranks
 
     try:

@@ -1,11 +1,11 @@
-"""How good the planner's plans are, and how long they take: random loops against the best known.
+"""The quality of the planner's plans and its run time, on random loops whose best plans are known.
 
-Not part of ``python -m bench``: it takes minutes. ``python -m bench.planning`` plans
-200 loops of 14 tasks, 20 of 60 and 10 of 200; ``python -m bench.planning 14`` those of 14.
-Even numbers are for devices with streams. Times are CPU time.
+Not part of ``python -m bench``: it takes minutes. ``python -m bench.planning`` plans 200 loops of
+14 tasks, 20 of 60 and 10 of 200; ``python -m bench.planning 14`` those of 14. Loops with even
+numbers are for devices with streams. Times are CPU time.
 
-``best_known.json`` has the least interval known of each loop, in microseconds. Whoever finds a
-better plan, writes its interval down there.
+``best_known.json`` has the least interval known of each loop, in microseconds. If you find a better
+plan, write its interval there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAME = 1 + 1e-6
 
 
 class Row(NamedTuple):
-    """So many loops of so many tasks, and what is asked of their plans."""
+    """A number of loops of one size, and the bars of their plans."""
 
     tasks: int
     loops: int
@@ -40,7 +40,7 @@ ROWS = (
 
 
 class Planned(NamedTuple):
-    """One loop: its interval over the best known or the lower bound, and seconds it took."""
+    """The plan of one loop: its interval over the best known, and the seconds of planning."""
 
     over_best: float
     seconds: float
@@ -58,7 +58,7 @@ def planned(number: int, tasks: int, best_us: float) -> Planned:
 
 
 def main(*sizes: int) -> None:
-    """Print a row for each size; None for all."""
+    """Print a row for each of the given sizes, or for all if none is given."""
     best_us = json.loads(BEST_KNOWN.read_text())
     planned(0, 14, 1.0)  # what is loaded once is not counted
     for tasks, loops, bars in ROWS:

@@ -1,8 +1,8 @@
-"""Steps as the checker predicts them, beside steps on 2 and 4 ranks: 1F1B, ZBV, V-Min, DualPipe-V.
+"""Predicted and measured steps on 2 and 4 ranks: 1F1B, ZBV, V-Min, DualPipe-V.
 
 The passes sleep, as in ``bench.pipeline_parallel``, and take no core: 2 cores suffice for 4 ranks,
 if nothing else runs. Each schedule runs on the runtime of ``swpipe``. DualPipe-V runs in sequence
-here; with pairs and experts it is measured by ``bench.paired_passes``.
+here; ``bench.paired_passes`` measures it with pairs and experts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from swpipe.trace import Span
 
 MICROBATCHES = 8
 LIMIT = 0.03
-"""How far the prediction may be off."""
+"""The limit for the error of the prediction."""
 
 
 def schedules(n_ranks: int) -> dict[str, PipelineSchedule]:
@@ -55,7 +55,7 @@ def v_min(n_ranks: int) -> PipelineSchedule:
 
 
 class Step:
-    """A schedule on this rank, with stages that sleep, and what is predicted of it.
+    """A schedule on this rank, with stages that sleep, and the prediction of its step.
 
     Args:
         name: The schedule's name in ``schedules``.
@@ -63,7 +63,7 @@ class Step:
 
     Attributes:
         stages: This rank's stages.
-        report: What is predicted, in ms, from costs that are measured before, as a user would.
+        report: The prediction, in ms, from costs that are measured before, as a user would.
     """
 
     def __init__(self, name: str, scale: float) -> None:
@@ -91,7 +91,7 @@ class Step:
 
 
 def on_rank(rounds: int, scale: float) -> dict[str, tuple[float, list[float]]]:
-    """Return the predicted step, and the measured ones, of each schedule, in ms."""
+    """Return the predicted and the measured steps of each schedule, in ms."""
     sharpen_timers()
     steps = {name: Step(name, scale) for name in schedules(dist.get_world_size())}
     measured = interleaved(rounds, *(step.ms for step in steps.values()))
@@ -102,7 +102,7 @@ def on_rank(rounds: int, scale: float) -> dict[str, tuple[float, list[float]]]:
 
 
 def traced(name: str, scale: float) -> tuple[ScheduleReport, list[Span]]:
-    """Return what is predicted of one step, and this rank's passes in it."""
+    """Return the prediction of one step, and this rank's passes in it."""
     sharpen_timers()
     step = Step(name, scale)
     for stage in step.stages.values():

@@ -1,7 +1,7 @@
-"""What the profiler finds that tasks need the interpreter lock.
+"""The profiler's estimate of how long tasks need the interpreter lock.
 
-Python code needs it all the time and a kernel only part of it; to find that takes an idle core
-(``swpipe.profiler.thread_costs``). ``bench.exposed`` is on exposed times.
+Python code needs it all the time, a kernel only part of the time; the measurement takes an idle
+core (``swpipe.profiler.thread_costs``). ``bench.exposed`` covers exposed times.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from swpipe.profiler import measure_costs
 
 PYTHON_MS = 4.0
 PYTHON_BAR = 1.25
-"""Its CPU time and the measured need for the lock, the greater over the smaller."""
+"""The bar for the ratio of its CPU time to the measured need for the lock, greater over smaller."""
 
 KERNEL_BAR = 0.7
-"""A kernel's measured need for the lock, over its host time."""
+"""The bar for the ratio of a kernel's measured need for the lock to its host time."""
 
 LEAST = 1e-3
 """The least time for a ratio, in ms; a busy machine can measure 0."""
 
 
 def python(ctx: IterContext) -> None:
-    """Python code that releases the lock only when another thread asks for it."""
+    """Run Python code that releases the lock only when another thread asks for it."""
     end_s = time.thread_time() + PYTHON_MS * 1e-3
     while time.thread_time() < end_s:
         pass
 
 
 def lock_ms(name: str, fn: Callable[[IterContext], object]) -> tuple[float, float]:
-    """The time in which the task is found to need the lock, and its host time, in ms."""
+    """Return the time in which the task needs the lock, and its host time, in ms."""
     tasks = [PipelineTask(name, fn)]
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
         cost = measure_costs(pipe, [None], num_warmup=1, num_measure=5).tasks[name]
@@ -42,7 +42,7 @@ def lock_ms(name: str, fn: Callable[[IterContext], object]) -> tuple[float, floa
 
 
 def python_row(rounds: int) -> Row:
-    """A loop in Python needs the lock all the time."""
+    """Measure a loop in Python, which needs the lock all the time."""
     needs = [lock_ms("python", python)[0] for _ in range(rounds)]
     return Row(
         what="needs the interpreter lock, Python",
@@ -54,7 +54,7 @@ def python_row(rounds: int) -> Row:
 
 
 def kernel_row(rounds: int) -> Row:
-    """One matrix product of several ms."""
+    """Measure a matrix product of several ms."""
     square = torch.randn(700, 700)
     found = [lock_ms("product", lambda ctx: torch.mm(square, square)) for _ in range(rounds)]
     return Row(
@@ -67,5 +67,5 @@ def kernel_row(rounds: int) -> Row:
 
 
 def rows(rounds: int = 5) -> list[Row]:
-    """Of Python, and of a kernel."""
+    """Return the rows of the Python loop and of the kernel."""
     return [python_row(rounds), kernel_row(rounds)]

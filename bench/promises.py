@@ -1,12 +1,12 @@
-"""What a report promises of a plan, beside what training under that plan obtains.
+"""The gain that a report promises for a plan, and the gain of training under that plan.
 
-The workloads of the guide, a loop over compressed files, and twelve loops of known tasks on a real
-clock, half of them with batches that differ. Training is plain and under the advised plan in turns,
-apart from the report; fill and drain of a turn do not count.
-Promise and gain must agree within both of their 95% intervals, in each of three reports. A report
-on a step of 100 ms must take a minute at most.
+The workloads are those of the guide, a loop over compressed files, and twelve loops of known tasks
+on a real clock, half of them with batches that differ. Training runs as a plain loop and under the
+advised plan alternately, apart from the report; fill and drain are not timed. In each of three
+reports, promise and gain must agree within the sum of their 95% intervals. A report on a step of
+100 ms must take a minute at most.
 
-``python -m bench.promises [LOOP ...]`` measures some of the loops, once.
+``python -m bench.promises [LOOP ...]`` measures the named loops once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _WHOLE = 48  # of known loops whose batches differ: passes, and chunks of a load
 
 
 class Kept(NamedTuple):
-    """What was promised, and obtained; None where no plan was advised, as ``said`` has it."""
+    """The promised and the obtained gain; None if no plan was advised, for the reason ``said``."""
 
     said: str
     step: Estimate
@@ -73,7 +73,7 @@ class Kept(NamedTuple):
 
 @contextmanager
 def opened(name: str, cache: Path) -> Iterator[Loop]:
-    """A loop by its name, as the command line opens it."""
+    """Yield a loop by its name, as the command line opens it."""
     if name in CASES:
         case = CASES[name]
         tasks = tasks_of(CLOCK, case.tasks)
@@ -93,7 +93,7 @@ def opened(name: str, cache: Path) -> Iterator[Loop]:
 
 
 def kept(name: str, cache: Path) -> Kept:
-    """A report on a loop, and training under the plan that it advises."""
+    """Report on a loop, and train under the plan that the report advises."""
     with opened(name, cache) as loop:
         found = report_on(loop, None, name=name)
         step, advice = found.profile.step, [c.advice for c in found.changes if c.advice.plan]
@@ -104,7 +104,7 @@ def kept(name: str, cache: Path) -> Kept:
 
 
 def gained(loop: Loop, now: PipelinePlan, then: PipelinePlan) -> Estimate:
-    """How much shorter a step of training is under another plan."""
+    """Return by how much a training step is shorter under another plan."""
 
     def pulled() -> Iterator[Any]:
         while True:
@@ -124,7 +124,7 @@ def gained(loop: Loop, now: PipelinePlan, then: PipelinePlan) -> Estimate:
 
 
 def _turn_s(pipe: SWPipeline[Any], batches: Iterator[Any], steps: int) -> float:
-    """A step in a turn, from one retirement to another: both while the pipeline is full."""
+    """Return the time per step between two retirements, both while the pipeline is full."""
     depth = pipe.plan.depth
     contexts = pipe.iterate(islice(batches, steps + 3 * depth + 2))
     ends_s = [time.perf_counter() for _ in contexts]
@@ -133,7 +133,7 @@ def _turn_s(pipe: SWPipeline[Any], batches: Iterator[Any], steps: int) -> float:
 
 
 def measured(name: str, cache: Path) -> Row:
-    """A row, and a line of progress."""
+    """Return the row of a loop, and print a line of progress."""
     begin_s = time.monotonic()
     row = kept(name, cache).row(name)
     took = f"{time.monotonic() - begin_s:.0f} s"
@@ -142,7 +142,7 @@ def measured(name: str, cache: Path) -> Row:
 
 
 def rows(names: Iterable[str] = (), runs: int = RUNS) -> list[Row]:
-    """A row per loop and report."""
+    """Return a row per loop and report."""
     there = ["images", *(["clicks"] if HAS_POLARS else [])]
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as cache:
@@ -153,7 +153,7 @@ def rows(names: Iterable[str] = (), runs: int = RUNS) -> list[Row]:
 
 
 def _duration() -> Row:
-    """How long a report takes by default, on a step of 100 ms with six tasks and a loader."""
+    """Return the time of a default report on a step of 100 ms with six tasks and a loader."""
     tasks_ms = {
         "read": -10.0,
         "copy": -10.0,

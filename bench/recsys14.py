@@ -1,4 +1,4 @@
-"""A published training step for planners: fourteen tasks, their streams and costs.
+"""A published training step for planners: fourteen tasks with their streams and costs.
 
 One training step of a large sequence recommender on one machine of eight GPUs, with an embedding
 cache that is filled ahead. Its tasks have no functions, since planners need none.
@@ -32,7 +32,7 @@ from swpipe.plans.torchrec.hstu_schedule import TASKS
 __all__ = ["costs", "limits", "plan", "with_read"]
 
 FROZEN = ("forward", "backward", "finalize_model_grads", "optimizer_step")
-"""Tasks that train."""
+"""The tasks that train."""
 
 _NCCL = ("nccl",)
 _PCIE = ("pcie",)
@@ -73,7 +73,7 @@ _CARRIED = (
 
 
 def plan() -> PipelinePlan:
-    """The step as a plan to start from: all tasks in one stage, on the caller's thread."""
+    """Return the step as an initial plan: all tasks in one stage, on the caller's thread."""
     return PipelinePlan(
         schedule={
             name: TaskSchedule(stream=stream, globally_ordered=resources == _NCCL)
@@ -85,10 +85,10 @@ def plan() -> PipelinePlan:
 
 
 def with_read(slack: int = 0, *, pipelined: bool = True, **more: Any) -> PipelinePlan:
-    """Return the step with a read of the batch before it, serial or with three batches in flight.
+    """Return the step with a task that reads its batch, serial or with three batches in flight.
 
-    The read, the copy and the shuffles have a thread, "io"; with ``slack`` the read has its own,
-    and is so many stages further ahead.
+    The read, the copy and the shuffles run on the thread group "io". With ``slack`` the read has a
+    group of its own, and is ``slack`` stages further ahead.
     """
     io = ("h2d", "start_shuffle", "finish_shuffle")
     ahead = dict.fromkeys(io, 2) | {"read": 2 + slack, "prefetch_embeddings": 1}
@@ -109,7 +109,7 @@ def with_read(slack: int = 0, *, pipelined: bool = True, **more: Any) -> Pipelin
 
 
 def costs(read_us: float | None = None) -> CostModel:
-    """The published costs: device time, and use of the communicator and the PCIe bus.
+    """Return the published costs: device time, and the use of the communicator and the PCIe bus.
 
     ``read_us`` is the host time of the read.
     """
@@ -123,9 +123,9 @@ def costs(read_us: float | None = None) -> CostModel:
 
 
 def hstu_costs() -> CostModel:
-    """Return the published costs by the names of HSTU's tasks.
+    """Return the published costs under the names of HSTU's tasks.
 
-    The forward was measured as a whole: the look-up costs nothing of its own here.
+    The forward was measured as a whole: the look-up has no cost of its own here.
     """
     published = {**costs().tasks}
     published["dense_forward"] = published.pop("forward")
@@ -133,5 +133,5 @@ def hstu_costs() -> CostModel:
 
 
 def limits(in_flight: int = 5, threads: int = 4) -> Limits:
-    """The published limits: five iterations in flight, four threads, the frozen tasks."""
+    """Return the published limits: five iterations in flight, four threads, frozen tasks."""
     return Limits(in_flight=in_flight, groups=threads, frozen=FROZEN)

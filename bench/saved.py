@@ -1,4 +1,4 @@
-"""The table as JSON lines, and what has moved since another revision."""
+"""The table as JSON lines, and the ratios that have moved since another revision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILE = "bench.jsonl"  # in the current folder
 
 
 def commit() -> str:
-    """The commit of this checkout, with "+" after it where files differ from it; "" without git."""
+    """Return this checkout's commit, with "+" if files differ from it; "" without git."""
     found = _git("describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+")
     return found.decode().strip()
 
@@ -33,7 +33,7 @@ def save(rows: Iterable[Row]) -> None:
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a file; none where nothing could be measured."""
+    """Return the rows of a file, or none if it does not exist."""
     if not path.exists():
         return []
     return [_row(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -46,15 +46,15 @@ def _row(data: dict[str, Any]) -> Row:
 
 
 def since(revision: str, sections: Sequence[str], rounds: int) -> list[Row]:
-    """Measure swpipe as it was and as it is, in turn, by the benchmarks of this checkout.
+    """Measure swpipe at a revision and as it is now, alternately, by this checkout's benchmarks.
 
     Args:
         revision: A commit of this checkout.
         sections: Their names; all if there are none.
-        rounds: How many processes measure each of the two.
+        rounds: The number of processes that measure each of the two.
 
     Returns:
-        A row for each ratio: now, beside before, and the one over the other.
+        A row for each ratio: now, before, and now over before.
 
     Raises:
         ValueError: ``revision`` names no commit of this checkout.
@@ -76,7 +76,7 @@ def since(revision: str, sections: Sequence[str], rounds: int) -> list[Row]:
 
 
 def compare(before: Iterable[Row], now: Iterable[Row]) -> list[Row]:
-    """One row for each ratio that both have; it says "moved" where their spreads do not meet."""
+    """Return a row for each ratio that both have, marked "moved" if their spreads are disjoint."""
     old, new = _ratios(before), _ratios(now)
     return [_compared(what, old.get(what, []), found) for what, found in new.items()]
 
@@ -99,7 +99,7 @@ def _ratios(rows: Iterable[Row]) -> dict[str, list[float]]:
 
 
 def _measure(place: Path, sections: Sequence[str]) -> None:
-    """Measure the swpipe in ``place``, whatever this process has loaded."""
+    """Measure the swpipe in ``place``, in a new process."""
     path = os.pathsep.join([str(place), str(ROOT)])
     command = [sys.executable, "-P", "-m", "bench", *sections, "--save"]
     environment = {**os.environ, "PYTHONPATH": path}

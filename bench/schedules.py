@@ -1,4 +1,4 @@
-"""What a task of a schedule costs beside a task of a plan."""
+"""The cost of a task of a schedule, compared with a task of a plan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from swpipe.schedulable import SchedulablePipeline, Schedule, Stage, StreamPool,
 
 TASKS = 12
 MOST_MORE_US = 2.0
-"""What a task of a schedule may cost more."""
+"""The most time that a task of a schedule may add."""
 
 
 class ByContext:
-    """A schedule, driven for contexts like a pipeline."""
+    """A schedule with a pipeline's interface: it returns contexts."""
 
     def __init__(self, schedule: SchedulablePipeline) -> None:
         self._schedule = schedule
@@ -27,18 +27,18 @@ class ByContext:
 
 
 def by_slots(ctx: TaskContext) -> None:
-    """Read a slot and fill one."""
+    """Read one slot and set another."""
     slots = ctx.slots
     slots.set("x", slots["batch_cpu"])
 
 
 def by_attributes(ctx: IterContext) -> None:
-    """The same with attributes of the context."""
+    """Read one attribute of the context and set another."""
     ctx.x = ctx.batch
 
 
 def schedule(fn: Callable[[Any], None]) -> Schedule:
-    """The chain of ``bench.dispatch`` in three stages, as a schedule."""
+    """Return the chain of ``bench.dispatch`` in three stages, as a schedule."""
     names = [f"t{i:04}" for i in range(TASKS)]
     tasks = [
         Task.from_fn(name, fn, lookahead=2 - i * 3 // TASKS, depends_on=names[max(0, i - 1) : i])
@@ -54,7 +54,7 @@ def task_rows(
     rounds: int,
     iterations: int,
 ) -> list[Row]:
-    """Small tasks on the caller's thread."""
+    """Return small tasks on the caller's thread."""
     by_hand = plan(["default"], depth=3)
     tasks = [PipelineTask(name, theirs_fn) for name in by_hand.schedule]
     with (
@@ -74,7 +74,7 @@ def task_rows(
 
 
 def rows(rounds: int = 15, iterations: int = 1000) -> list[Row]:
-    """Of empty tasks, and of tasks that use two slots."""
+    """Return the rows of empty tasks and of tasks that use two slots."""
     return [
         *task_rows("empty tasks", nothing, nothing, rounds, iterations),
         *task_rows("tasks of two slots", by_slots, by_attributes, rounds, iterations),

@@ -1,4 +1,4 @@
-"""What run_serial adds to a bare loop that calls the same functions, which take 100 us each.
+"""The cost that ``run_serial`` adds to a bare loop over the same functions of 100 us each.
 
 A task polls the clock until 100 us have passed, so its length does not depend on the speed of the
 machine.
@@ -23,7 +23,7 @@ def busy(ctx: IterContext) -> None:
 
 
 def rows(rounds: int = 200, iterations: int = 20) -> list[Row]:
-    """One row, of many short rounds, so that a drift of the machine affects both sides."""
+    """Return one row of many short rounds, so that drift of the machine affects both sides."""
     tasks = [PipelineTask(f"t{i}", busy) for i in range(TASKS)]
     fns = [task.fn for task in tasks]
 

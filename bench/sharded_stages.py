@@ -1,4 +1,4 @@
-"""FSDP stages whose collectives take 5 ms: swpipe's runtime beside torch's.
+"""FSDP stages whose collectives take 5 ms: swpipe's runtime compared with torch's.
 
 Two pipelines of two ranks run torch's interleaved 1F1B with six stages on each rank. A stage is
 sharded over the two ranks that have it. It stands for a layer of Llama 3 8B, 218 million
@@ -6,17 +6,17 @@ parameters in bfloat16, with 4,096 tokens per microbatch, on GPUs that compute 4
 linked by 400 Gb/s: F takes 4.3 ms, I 4.7, W 4.0, and a collective 4.4.
 
     torch's runtime    gathers the next three stages, and waits for each reduction
-    torch's cells      the same schedule on swpipe's runtime, whose passes run beside a reduction
+    torch's cells      the same schedule on swpipe's runtime, whose passes overlap reductions
     ours               that, with cells of ``place_collectives`` with room for three stages
 
 Each of them holds at most three unsharded stages, and the input of one reduction. Passes sleep, as
-in ``bench.pipeline_parallel``, and so does who waits for the emulated link, which runs one
+in ``bench.pipeline_parallel``, and so does a wait for the emulated link, which runs one
 collective at a time: 2 cores suffice for 4 ranks. All times are stretched by four, link and passes
 alike: the Python of torch, FSDP and the runtime, 1 to 2 ms per pass on these cores, would be the
 third part of a step otherwise, where a GPU computes while the host runs ahead.
 
-Two rows without a bar show what is seen without that: times as they are, and stages that compute,
-where the ranks share the cores and a pass that runs beside a collective saves little.
+Two rows without a bar show the results without this: unscaled times, and stages that compute,
+where the ranks share the cores and a pass that overlaps a collective saves little.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from swpipe.plans.pipeline_parallel import (
 RANKS, STAGES_OF_A_RANK, UNSHARDED = 2, 6, 3
 N_STAGES = RANKS * STAGES_OF_A_RANK
 COSTS_MS = (4.0, 5.0, 4.0)
-"""F, I and W of a stage."""
+"""The costs F, I and W of a stage."""
 
 LATENCY_MS = 5.0
 
@@ -57,7 +57,7 @@ STRETCH = 4.0
 """The factor of all times."""
 
 BARS = {2: 0.95, 4: None, 8: None}
-"""By number of microbatches: each stage is reduced once, however many there are."""
+"""The bars by number of microbatches: each stage is reduced once for any number of them."""
 
 WIDTH = 512
 """Features of the stages that compute."""
@@ -70,7 +70,7 @@ def _is_sent(cell: object) -> bool:
 
 
 class Contest:
-    """The contenders on this rank, with stages of their own, which are equal at first.
+    """The contenders on this rank, each with stages of its own that are equal at first.
 
     Args:
         stage_of: Makes the module of a stage.
@@ -151,8 +151,7 @@ class Contest:
     def costs(self, costs_ms: tuple[float, ...], latency_ms: float) -> PipelineCosts:
         """Return the costs of the stages, with the time of the runtime and of FSDP, in ms.
 
-        The latter is measured with one microbatch after the other, where no pass runs beside
-        another one.
+        The latter is measured with microbatches in sequence, where no two passes overlap.
         """
         from swpipe.tasks.pipeline_parallel import measure_hop
 
@@ -172,7 +171,7 @@ class Contest:
 
 
 def _one_by_one(n_micro: int) -> PipelineSchedule:
-    """Return the schedule that runs one microbatch after the other."""
+    """Return the schedule that runs the microbatches in sequence."""
     rows = []
     for rank in range(RANKS):
         own = range(rank, N_STAGES, RANKS)
@@ -192,7 +191,7 @@ def _shard(grad: Any) -> Tensor:
 
 
 def on_rank(n_micro: int, rounds: int, scale: float) -> tuple[dict[str, list[float]], float]:
-    """Return the times by contender if passes sleep, and what is predicted of ours, in ms."""
+    """Return the times by contender with passes that sleep, and the prediction of ours, in ms."""
     sharpen_timers()
     costs_ms = tuple(cost * scale for cost in COSTS_MS)
     latency_ms = LATENCY_MS * scale
@@ -204,7 +203,7 @@ def on_rank(n_micro: int, rounds: int, scale: float) -> tuple[dict[str, list[flo
 
 
 def computing_on_rank(n_micro: int, rounds: int, width: int) -> dict[str, list[float]]:
-    """Return the times by contender if stages compute, in ms."""
+    """Return the times by contender with stages that compute, in ms."""
 
     def stage_of(stage: int) -> nn.Module:
         torch.manual_seed(stage)
@@ -217,7 +216,7 @@ def computing_on_rank(n_micro: int, rounds: int, width: int) -> dict[str, list[f
 
 
 def _rows(ranks: Any, n_micro: int, rounds: int, scale: float, bar: float | None) -> list[Row]:
-    """Return the rows of one number of microbatches."""
+    """Return the rows for one number of microbatches."""
     times, predicted_ms = ranks.run(on_rank, n_micro, rounds, scale)[0]
     what = f"{STAGES_OF_A_RANK} FSDP stages a rank, {n_micro} microbatches, {scale:g} x 5 ms"
     ours, cells, torchs = times.values()

@@ -52,11 +52,11 @@ NEEDS = (
     (LAST_TABLES, GRADIENTS), (LAST_TABLES, FIRST_TABLES), (REDUCED, BOTTOM_BACK),
     (FINALIZE, REDUCED), (STEP, FINALIZE),
 )  # fmt: skip
-"""(consumer, producer) within an iteration."""
+"""Pairs (consumer, producer) within an iteration."""
 
 
 def step_on_paper(staleness: int = 0) -> PipelinePlan:
-    """The parts of a step as a plan, with the tables ``staleness`` batches behind."""
+    """Return the parts of a step as a plan in which the tables are ``staleness`` batches behind."""
     schedule = {name: TaskSchedule() for name in WORK}
     links = {name: TaskSchedule(thread_group=f"link: {name}") for name in EXCHANGES}
     return PipelinePlan(
@@ -68,7 +68,7 @@ def step_on_paper(staleness: int = 0) -> PipelinePlan:
 
 
 def bounds(parts_ms: Mapping[str, float], latency_ms: float, staleness: int = 0) -> Bounds:
-    """The lower bounds on the interval of any plan."""
+    """Return the lower bounds on the interval of any plan."""
     costs = {name: TaskCost(1e3 * parts_ms[name]) for name in WORK}
     costs |= {name: TaskCost(1e3 * latency_ms) for name in EXCHANGES}
     return lower_bounds(step_on_paper(staleness), CostModel(costs), streams=False)

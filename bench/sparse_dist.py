@@ -1,13 +1,13 @@
-"""Two models on two ranks beside TorchRec's train pipelines, on links of several latencies.
+"""Two models on two ranks, compared with TorchRec's train pipelines on links of several latencies.
 
-All contenders train the same model on the same batches with one torch thread per rank, and take
-turns within each round. At the end, all exact ones must have the same parameters, bit for bit. The
-emulated link delays DDP's all-reduces too: TorchRec's contenders get a communication hook for that,
-except on the plain link.
+All contenders train the same model on the same batches with one torch thread per rank, and
+alternate within each round. At the end, all exact ones must have the same parameters, bit for bit.
+The emulated link delays DDP's all-reduces, too: TorchRec's contenders get a communication hook for
+that, except on the plain link.
 
 The best of swpipe's exact plans is compared with the best of TorchRec's exact pipelines and with
-the lower bound (``bench.sparse_bound``); the stale plan, with the best exact one, TorchRec's
-stale pipeline and its own bound.
+the lower bound (``bench.sparse_bound``). The stale plan is compared with the best exact one,
+TorchRec's stale pipeline and its own bound.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from bench.dlrm import Size
 
 LATENCIES = (0.0, 2.0, 5.0, 20.0)
-"""Milliseconds."""
+"""Latencies of the link in ms."""
 
 THEIRS_BAR, BOUND_BAR, STALE_BOUND_BAR, STALE_BAR = 1.0, 1.1, 1.2, 0.8
 STALE_FROM = 20.0
-"""The stale plan has a bar beside the best exact one from this latency on."""
+"""The latency from which the stale plan has a bar compared with the best exact plan."""
 
 
 def rows(rounds: int = 9, steps: int = 10, size: Size | None = None) -> list[Row]:
-    """For each model the contenders' times, then their ratios."""
+    """Return, for each model, the contenders' times and then their ratios."""
     if find_spec("torchrec") is None:
         return [Row("DLRM on two ranks", "skipped: there is no torchrec")]
     from bench.contest import MODELS, contest, on_ranks
@@ -49,7 +49,7 @@ def rows(rounds: int = 9, steps: int = 10, size: Size | None = None) -> list[Row
 
 
 def figures(model: str, found: Contest) -> Iterator[Row]:
-    """A row per contender: ms per step on each link."""
+    """Yield a row per contender: ms per step on each link."""
     issued = ", ".join(f"{count:g} {name}" for name, count in found.per_step.items())
     yield Row(f"{model} on two ranks: collectives per step on the link", issued)
     links = ", ".join(f"{latency:g}" for latency in found.ms)
@@ -59,7 +59,7 @@ def figures(model: str, found: Contest) -> Iterator[Row]:
 
 
 def verdicts(model: str, found: Contest) -> Iterator[Row]:
-    """For each link: ours over TorchRec's and the bound; the same for the stale ones."""
+    """Return, for each link, ours over TorchRec's best and over the bound, exact and stale."""
     for latency, by_name in found.ms.items():
         where = f"{model}, L = {latency:g} ms"
         ours, theirs = _best(by_name, ours=True), _best(by_name, ours=False)

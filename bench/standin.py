@@ -1,4 +1,4 @@
-"""Two usual ways to write a pipelined engine, for swpipe to be measured beside.
+"""Two usual ways to write a pipelined engine, with which swpipe is compared.
 
 :class:`TaskQueues` hands over each task::
 
@@ -34,7 +34,7 @@ from swpipe.core.task import PipelineTask, TaskFn
 
 
 class _Work(NamedTuple):
-    """A task as its worker needs it."""
+    """One run of a task, as its worker needs it."""
 
     name: str
     fn: TaskFn
@@ -45,7 +45,7 @@ class _Work(NamedTuple):
 
 
 class TaskQueues:
-    """One ``queue.Queue`` item per task, one ``threading.Event`` per task and slot."""
+    """An engine with a ``queue.Queue`` item per task, and an ``Event`` per task and slot."""
 
     def __init__(self, plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> None:
         self._depth = self._slots = plan.depth
@@ -147,7 +147,7 @@ class TaskQueues:
 
 
 class GroupQueues:
-    """One ``queue.SimpleQueue`` item per thread group and period."""
+    """An engine with one ``queue.SimpleQueue`` item per thread group and period."""
 
     def __init__(self, plan: PipelinePlan, tasks: Sequence[PipelineTask]) -> None:
         fns = {task.name: task.fn for task in tasks}
@@ -176,7 +176,7 @@ class GroupQueues:
             thread.join()
 
     def progress(self, iterator: Iterator[Any]) -> IterContext:
-        """Admit up to ``depth`` batches, finish the oldest."""
+        """Admit up to ``depth`` batches, and finish the oldest."""
         while self._in_flight < self._depth:
             try:
                 batch = next(iterator)

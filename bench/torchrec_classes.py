@@ -1,8 +1,8 @@
-"""Each class of TorchRec's name beside TorchRec's own: one rank and two, small and large steps.
+"""swpipe's class of each of TorchRec's names compared with TorchRec's, on one rank and two.
 
-Both train a model of their own on the same batches with one torch thread per rank, and take turns:
-a trial is some steps of the one and then of the other, in the steady state. What a class costs the
-host beyond TorchRec's shows where steps are small.
+Both train a model of their own on the same batches with one torch thread per rank, alternately: in
+each trial each trains for some steps, in the steady state. Small steps show what a class costs the
+host beyond TorchRec's.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ CLASSES: Mapping[str, Mapping[str, Any]] = {
     "TrainPipelineSemiSync": {"start_batch": 0},
     "PrefetchTrainPipelineSparseDist": {},
 }
-"""The arguments of each besides model, optimizer and device."""
+"""The arguments of each class in addition to model, optimizer and device."""
 
 TINY_BARS: Mapping[int, float] = {1: 1.0, 2: 1.05}
-"""By the number of ranks."""
+"""The bars by the number of ranks."""
 
 BENCH_BAR = 1.0
 FRAMES_BAR = 120
@@ -43,7 +43,7 @@ SETTLE = 20
 
 
 def rows(trials: int = 60, steps: int = 20) -> list[Row]:
-    """For each size and number of ranks, a row per class; ``trials`` of ``steps`` small steps."""
+    """Return a row per class, for each size and number of ranks."""
     if find_spec("torchrec") is None:
         return [Row("TorchRec's classes", "skipped: there is no torchrec")]
     from bench.dlrm import TINY, Size
@@ -76,7 +76,7 @@ def _rows(what: str, ranks: int, size: Size, trials: int, steps: int) -> Iterato
 
 
 def duel(name: str, size: Size, trials: int, steps: int) -> tuple[Sequence[float], Sequence[float]]:
-    """Milliseconds per step in each trial, of ours and of TorchRec's."""
+    """Return the ms per step of ours and of TorchRec's in each trial."""
     from torchrec.distributed.train_pipeline import train_pipelines
 
     from bench.contenders import HostStream, streams_on_a_cpu
@@ -101,7 +101,7 @@ def duel(name: str, size: Size, trials: int, steps: int) -> tuple[Sequence[float
 
 
 def frames(steps: int = 10) -> float:
-    """Calls of swpipe's functions in a step of ``TrainPipelineSparseDist``, in the steady state."""
+    """Return swpipe's function calls per step of ``TrainPipelineSparseDist``, once it is full."""
     from bench.dlrm import CPU, TINY, dense_optimizer, endless, sharded_dlrm
     from swpipe.tasks.torchrec import TrainPipelineSparseDist
 
@@ -123,7 +123,7 @@ def frames(steps: int = 10) -> float:
 
 
 def step_ms(pipeline: Any, data: Iterator[Any], steps: int) -> float:
-    """Per step, over so many steps."""
+    """Return the time per step, in ms."""
     dist.barrier()
     begin_s = time.perf_counter()
     for _ in range(steps):

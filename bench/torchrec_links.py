@@ -1,4 +1,4 @@
-"""Every plan beside TorchRec's best exact class: DLRM on two ranks, links of 0, 5 and 20 ms.
+"""Every plan and TorchRec's best exact class: DLRM on two ranks, links of 0, 5 and 20 ms.
 
     python -m bench torchrec_links      about 13 minutes on an idle machine with two cores
 
@@ -8,7 +8,7 @@ ones must end with the same parameters, bit for bit. Each row is a plan of swpip
 TorchRec's that is best on that link; the best exact plan has a bar. A row of the lower bound, which
 no exact plan can be below (``bench.sparse_bound``), says how far a plan could get. "Uncut" plans
 run one backward for the dense part and the tables, which the host does sooner, and which overlaps
-less. "pipeline_forward" is ``TrainPipelineBase`` with that option, and also stands beside
+less. "pipeline_forward" is ``TrainPipelineBase`` with that option, and is also compared with
 TorchRec's own base pipeline, which has no more batches in flight.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from bench.contest import Contest
 
 BARS: Mapping[float, float] = {0.0: 1.0, 5.0: 0.95, 20.0: 0.9}
-"""Latency in ms to the bar of the best exact plan."""
+"""The bars of the best exact plan by the link's latency in ms."""
 
 BATCHES = (16, 256)
 BASE, FORWARD = "TorchRec base", "pipeline_forward"
@@ -36,7 +36,7 @@ FORWARD_BAR = 1.0
 
 
 def rows(rounds: int = 9, steps: int = 6) -> list[Row]:
-    """For each batch size and link, a row per plan."""
+    """Return a row per plan, for each batch size and link."""
     if find_spec("torchrec") is None:
         return [Row("TorchRec's classes over links", "skipped: there is no torchrec")]
     from bench.contest import contest, on_ranks

@@ -1,4 +1,4 @@
-"""Towers with tables of their own, beside the DLRM: each tower's exchanges are independent."""
+"""A model of towers with tables of their own: each tower's exchanges are independent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOWERS = 4
 
 
 class Tower(nn.Module):
-    """Some of the tables, and a network over their embeddings."""
+    """A network over the embeddings of some of the tables."""
 
     def __init__(self, size: Size, which: range) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Tower(nn.Module):
 
 
 class Towers(nn.Module):
-    """A dense network, the towers, and a network over all of them; returns what DLRMTrain does."""
+    """A dense network, towers, and a network over their outputs; returns what DLRMTrain does."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Towers(nn.Module):
 
 
 def sharded_towers(size: Size) -> nn.Module:
-    """The same model on every rank and call; its tables are updated in backward."""
+    """Return a model with the same weights on every rank; its tables are updated in backward."""
     torch.manual_seed(0)
     model = Towers(size)
     towers: Any = model.towers

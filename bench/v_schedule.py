@@ -1,4 +1,4 @@
-"""How long the published V generator takes, beside torch's class for a V of the same size."""
+"""The time of the published V generator, and of torch's class for a V of the same size."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from bench.measure import Row, Spread, interleaved, ratios
 from swpipe.plans.pipeline_parallel import PipelineGraph, activation_memory, torch_schedule
 
 BAR_S = 1.0
-"""Process time for 32 ranks and 128 microbatches."""
+"""The bar for the process time with 32 ranks and 128 microbatches."""
 
 
 def process_s(run: Callable[[], object]) -> float:
-    """Return the process time of one run, without what it prints."""
+    """Return the process time of one run, whose output is discarded."""
     with redirect_stdout(io.StringIO()):
         begin = time.process_time()
         run()
@@ -23,7 +23,7 @@ def process_s(run: Callable[[], object]) -> float:
 
 
 def rows(rounds: int = 5, n: int = 32, m: int = 128) -> list[Row]:
-    """Four ways to fill waits, each tried twice, and all nodes; torch makes one fixed order."""
+    """Time the generator, which tries four ways to fill waits twice each; torch has one order."""
     graph = PipelineGraph(n, m, 1000, 1000, 1000, 1, *activation_memory(4096, 32, 4096))
     torch_schedule("zbv", 2, 2)  # its import is not measured
     ours, torch = interleaved(

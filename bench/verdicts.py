@@ -1,15 +1,15 @@
-"""What a report says of loops whose truth is known, on a real clock: tasks, loaders, two ranks.
+"""The verdicts of reports on loops with known truth, on a real clock: tasks, loaders, two ranks.
 
 The loops are those of ``tests/reporting/known_loops.py``, and two under DistributedDataParallel.
-Tasks compute for so long by their thread's clock, without the interpreter lock, or sleep; loaders
-are a ``DataLoader`` with workers, or have a thread. The step is timed in a run without a report,
-on an idle machine.
+Tasks compute for a set time by their thread's clock, without the interpreter lock, or sleep.
+Loaders are a ``DataLoader`` with workers, or have a thread. The step is timed in a run without a
+report, on an idle machine.
 
-The verdict and the first advice must be right for each loop, and two intervals at most may miss the
-truth. Beside two busy processes, "too busy to tell" is right, too.
+The verdict and the first advice must be right for each loop, and at most two intervals may miss the
+truth. With two busy processes, "too busy to tell" is right, too.
 
-``python -m bench.verdicts [--busy 2] [LOOP ...]`` measures some of the loops, on an idle machine or
-beside so many busy processes.
+``python -m bench.verdicts [--busy 2] [LOOP ...]`` measures the named loops, on an idle machine or
+with this number of busy processes.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ TIES = (
     *("two kinds of batches", "two tasks that take turns"),
     *("a lock of the user's own", "code that holds the interpreter lock"),
 )
-"""Loops that wait for their input as long as they compute. On a real clock neither takes half of a
-step for certain, so "balanced" is right, too."""
+"""Loops that wait for their input as long as they compute. On a real clock neither certainly takes
+half of a step; therefore "balanced" is right, too."""
 
 SPARE_CORES, CORES = "a decode that has cores to spare", 4
-"""A loop whose truth holds on a machine with so many cores. A smaller one does not measure it."""
+"""The loop whose truth holds only on a machine with this many cores. Others skip it."""
 
 MISSES = 2
-"""Intervals that may miss the truth: of 24 at 95%, one or two do."""
+"""The number of intervals that may miss the truth: of 24 at 95%, one or two do."""
 
-_APART, _SAVED_APART = 0.01, 0.05  # of a step, of a promise: what waking up takes counts as well
+_APART, _SAVED_APART = 0.01, 0.05  # of a step, of a promise: the time to wake up counts as well
 _TRUTH_S, _WARM_UP = 1.5, 5
 _READY = 8
 
@@ -69,7 +69,7 @@ _TRAINS_MS = 20
 
 
 class RealClock:
-    """Takes real time: on the CPU without the interpreter lock, or off it."""
+    """A clock on which work takes real time: it computes without the GIL, or sleeps."""
 
     def compute(self, seconds: float) -> None:
         end_s = time.thread_time() + seconds
@@ -85,7 +85,7 @@ CLOCK = RealClock()
 
 
 class _Sleeps(Dataset[int]):
-    """Each batch takes so long."""
+    """A dataset whose batches take ``seconds`` each."""
 
     def __init__(self, seconds: float, length: int) -> None:
         self.seconds, self.length = seconds, length
@@ -99,7 +99,7 @@ class _Sleeps(Dataset[int]):
 
 
 class _InTurn:
-    """The same in the call, and not known to be apart from the loop."""
+    """A loader that makes batches in the call of ``next``, and is not known to be apart."""
 
     def __init__(self, seconds: float) -> None:
         self.dataset = _Sleeps(seconds, 100_000)
@@ -109,7 +109,7 @@ class _InTurn:
 
 
 class _SlowStart:
-    """Makes batches on a thread, which each pass starts, and which takes a while to begin."""
+    """A loader whose pass starts a thread that makes batches, and takes a while to begin."""
 
     def __init__(self, seconds: float, starts_s: float, length: int) -> None:
         self.dataset, self.starts_s = _Sleeps(seconds, length), starts_s
@@ -141,7 +141,7 @@ class _SlowStart:
 
 
 def loader_of(case: Case) -> Any:
-    """The loader of a case; None if batches cost nothing."""
+    """Return the loader of a case, or None if its batches cost nothing."""
     if case.loader is None:
         return None
     kind, ms, *passes = case.loader
@@ -160,7 +160,7 @@ def loader_of(case: Case) -> Any:
 
 
 class Found(NamedTuple):
-    """What a report said of a loop, beside what is true.
+    """A report's statements on a loop, and the truth.
 
     Attributes:
         step_ms: The truth, timed without a report.
@@ -184,7 +184,7 @@ class Found(NamedTuple):
 
 
 def judged(case: Case, name: str, step_ms: float, found: StepReport, took_s: float) -> Found:
-    """What a report on a case said, held against the truth."""
+    """Compare a report on a case with the truth."""
     truth = f"{case.bound}, {step_ms:.1f} ms: {case.first or 'anything'}"
     if found.cannot_tell:
         return Found(name, step_ms, truth, TOO_BUSY, False, True, took_s)
@@ -204,19 +204,19 @@ def judged(case: Case, name: str, step_ms: float, found: StepReport, took_s: flo
 
 
 def in_process(name: str, rounds: int | None) -> Found:
-    """A loop of this process."""
+    """Report on a loop of this process."""
     case = CASES[name]
     begin_s = time.monotonic()
     tasks, plan = tasks_of(CLOCK, case.tasks, case.locked), plan_of(case)
-    step_ms = case.step if rounds else _timed_ms(case, tasks, plan)  # beside others: as made
+    step_ms = case.step if rounds else _timed_ms(case, tasks, plan)  # not measured
     found = report(tasks, range(case.batches), plan=plan, loader=loader_of(case), rounds=rounds)
     return judged(case, name, step_ms, found, time.monotonic() - begin_s)
 
 
 def _timed_ms(case: Case, tasks: Sequence[Any], plan: PipelinePlan | None) -> float:
-    """A step, in a run without a report: whole passes, if their start counts."""
+    """Return the time of a step without a report; of whole passes, if starting them counts."""
     passes = case.loader is not None and len(case.loader) > 2 and case.loader[0] != "calls"
-    # A plan's first and last iterations, and workers that end in turn, count less in a long run.
+    # A plan's first and last iterations, and workers that end one by one, count less in a long run.
     least = 12 if plan is None and case.loader is None else 100
     steps = max(least, round(_TRUTH_S / case.step * 1e3))
     steps = -(-steps // case.batches) * case.batches  # in whole passes each batch counts as often
@@ -231,7 +231,7 @@ def _timed_ms(case: Case, tasks: Sequence[Any], plan: PipelinePlan | None) -> fl
 
 
 def _on_rank(name: str, rounds: int | None) -> tuple[StepReport, float]:
-    """A report on this rank of two: DDP's all-reduce is in train."""
+    """Report on this rank of two; train includes DDP's all-reduce."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 1))
@@ -259,7 +259,7 @@ def _on_rank(name: str, rounds: int | None) -> tuple[StepReport, float]:
 
 
 def on_two_ranks(name: str, rounds: int | None) -> Found:
-    """A loop of two ranks: who waits for whom is part of the truth."""
+    """Report on a loop of two ranks, where the truth includes which rank waits for which."""
     from tests.support.ranks import Ranks
 
     begin_s = time.monotonic()
@@ -285,14 +285,14 @@ while True:
         pass
     os.kill(int(sys.argv[1]), 0)
 """
-"""Ends when the process of that number has ended."""
+"""A script that ends when the process with the given number has ended."""
 
 
 @contextmanager
 def beside(busy: int) -> Iterator[None]:
-    """Other processes keep cores busy meanwhile.
+    """Keep cores busy with other processes within the block.
 
-    They are orphans: what this process starts counts as its own.
+    The processes are orphans, since child processes would count as this process's own load.
     """
     start = f"'{sys.executable}' -c '{_SPINNER}' {os.getpid()} >/dev/null 2>&1 & echo $!"
     pids = [int(subprocess.check_output(["sh", "-c", start])) for _ in range(busy)]
@@ -304,7 +304,7 @@ def beside(busy: int) -> Iterator[None]:
 
 
 def measured(names: Iterable[str] = (), busy: int = 0) -> list[Found]:
-    """Reports on the named loops, or on all; one line of progress for each."""
+    """Report on the named loops, or on all, and print a line of progress for each."""
     found = []
     with beside(busy):
         left_out = {SPARE_CORES} if len(os.sched_getaffinity(0)) < CORES else set()
@@ -326,20 +326,20 @@ def measured(names: Iterable[str] = (), busy: int = 0) -> list[Found]:
 
 
 def rows_of(found: Sequence[Found], where: str) -> list[Row]:
-    """A row per loop, and one on the intervals."""
+    """Return a row per loop, and one on the intervals."""
     missed = sum(not one.contains for one in found)
     what = f"intervals that miss the truth, {where}"
     return [*(one.row for one in found), tolerated(what, missed, MISSES, "")]
 
 
 def rows() -> list[Row]:
-    """All loops on an idle machine, and beside busy processes."""
+    """Return the rows of all loops on an idle machine, and with busy processes."""
     alone = rows_of(measured(), "idle")
     return alone + rows_of(measured(busy=BUSY), f"beside {BUSY} busy processes")
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Measure some of the loops; return 1 where one is wrong."""
+    """Measure the named loops; return 1 if any verdict is wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench.verdicts", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="LOOP")
     parser.add_argument("--busy", type=int, default=0, metavar="N", help="busy processes beside")

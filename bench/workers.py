@@ -1,10 +1,10 @@
-"""A function that is too slow for one thread, on several: what waits, and what decodes.
+"""A function that is too slow for one thread, on several threads: a read, and decoding.
 
-reading   a remote read of 40 ms before a body of 10 ms, on 1 to 8 threads: beside the least that
-          is to be had, max(40 / workers, 10)
-decoding  zlib or PNG to an array, which leave the interpreter lock, before a body that only
-          waits, on as many threads as cores (4 at most): beside torchdata's ParallelMapper and
-          spdl by as many threads, and a DataLoader with as many processes
+reading   a remote read of 40 ms before a body of 10 ms, on 1 to 8 threads: compared with the
+          lower bound, max(40 / workers, 10)
+decoding  zlib or PNG to an array, which release the interpreter lock, before a body that only
+          waits, on as many threads as cores (4 at most): compared with torchdata's ParallelMapper
+          and spdl with as many threads, and a DataLoader with as many processes
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from bench.measure import Row, Spread, compared, interleaved
 
 READ_S, BODY_S = 0.040, 0.010
 WAITING_MOST = 1.05
-"""Ours over the least."""
+"""The most that our time may be over the least."""
 
 DECODING_MOST = 1 / 0.95
-"""Ours, in time, over the best other."""
+"""The most that our time may be over the best other's."""
 
 WARM_UP = 20  # the first 16 iterations are watched
 SIDE = 512
@@ -43,19 +43,19 @@ Way = Callable[[list[bytes], Decode, int], Iterator[Any]]
 
 
 def inflate(data: bytes) -> Any:
-    """An image, compressed by zlib."""
+    """Decompress an image with zlib."""
     return torch.from_numpy(np.frombuffer(zlib.decompress(data), dtype=np.uint8).copy())
 
 
 def from_png(data: bytes) -> Any:
-    """The same as a PNG."""
+    """Decode a PNG image."""
     from PIL import Image
 
     return torch.from_numpy(np.array(Image.open(io.BytesIO(data))))
 
 
 def files() -> dict[str, tuple[Decode, list[bytes]]]:
-    """Kind to the function that decodes, and some files."""
+    """Return the decoding function and some files of each kind."""
     made = np.random.default_rng(0).integers(50, size=(8, SIDE, SIDE, 3), dtype=np.uint8)
     found: dict[str, tuple[Decode, list[bytes]]] = {
         "zlib": (inflate, [zlib.compress(image.tobytes(), 1) for image in made])
@@ -73,12 +73,12 @@ def files() -> dict[str, tuple[Decode, list[bytes]]]:
 
 
 def by_swpipe(data: Iterable[Any], decode: Callable[[Any], Any], workers: int) -> Iterator[Any]:
-    """One line."""
+    """Decode with ``swpipe.ahead``."""
     return iter(swpipe.ahead(data, decode, workers=workers))
 
 
 def by_torchdata(data: Iterable[Any], decode: Decode, workers: int) -> Iterator[Any]:
-    """A ParallelMapper by threads, in order."""
+    """Decode with torchdata's ``ParallelMapper`` by threads, in order."""
     from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
 
     yield from Loader(
@@ -87,7 +87,7 @@ def by_torchdata(data: Iterable[Any], decode: Decode, workers: int) -> Iterator[
 
 
 def by_spdl(data: Iterable[Any], decode: Decode, workers: int) -> Iterator[Any]:
-    """One stage with as much concurrency, in order."""
+    """Decode with spdl: a stage with ``workers`` threads, in order."""
     from spdl.pipeline import PipelineBuilder
 
     builder: Any = PipelineBuilder().add_source(data)
@@ -98,7 +98,7 @@ def by_spdl(data: Iterable[Any], decode: Decode, workers: int) -> Iterator[Any]:
 
 
 class Decoded(Dataset[Any]):
-    """Files, decoded where they are asked for."""
+    """A dataset that decodes a file when it is indexed."""
 
     def __init__(self, data: list[bytes], decode: Decode) -> None:
         self.data, self.decode = data, decode
@@ -111,7 +111,7 @@ class Decoded(Dataset[Any]):
 
 
 def by_dataloader(data: list[bytes], decode: Decode, workers: int) -> Iterator[Any]:
-    """Processes."""
+    """Decode in the worker processes of a ``DataLoader``."""
     loader: Any = DataLoader(Decoded(data, decode), batch_size=None, num_workers=workers)
     yield from loader
 
@@ -124,7 +124,7 @@ OTHERS: dict[str, Way] = {
 
 
 def ms_per_batch(batches: Iterator[Any], count: int, body: Callable[[], object]) -> float:
-    """Time per batch of the steady state, in ms."""
+    """Return the time per batch in the steady state, in ms."""
     with closing(batches) as handed_out:  # type: ignore[type-var]  # all are generators
         for _ in islice(handed_out, WARM_UP):
             body()
@@ -138,7 +138,7 @@ def ms_per_batch(batches: Iterator[Any], count: int, body: Callable[[], object])
 
 
 def waiting(workers: int, count: int, read_s: float, body_s: float) -> float:
-    """Ms per batch where the function and the body wait."""
+    """Return the ms per batch if the function and the body wait."""
 
     def read(number: int) -> int:
         time.sleep(read_s)
@@ -149,13 +149,13 @@ def waiting(workers: int, count: int, read_s: float, body_s: float) -> float:
 
 
 def decoding(way: Way, decode: Decode, some: list[bytes], workers: int, count: int) -> float:
-    """Ms per batch where the function computes."""
+    """Return the ms per batch if the function computes."""
     data = [some[n % len(some)] for n in range(WARM_UP + count + workers)]
     return ms_per_batch(way(data, decode, workers), count, bool)
 
 
 def rows(rounds: int = 5, batches: int = 80, read_s: float = READ_S) -> list[Row]:
-    """A row for each number of threads that wait; and for each kind of file and other way."""
+    """Return a row per number of waiting threads, and per kind of file and other library."""
     found, body_s = [], read_s * BODY_S / READ_S
     for workers in range(1, 9):
         least = max(read_s / workers, body_s) * 1e3

@@ -29,7 +29,7 @@ html_title = f"swpipe {version}"
 
 
 def show_drawings(app, what, name, obj, options, lines):
-    """Keep what a module's docstring sets apart by indentation as it stands: the drawings."""
+    """Keep the indented drawings of a module's docstring as they are."""
     if what != "module":
         return
     shown, at_margin = [], True
@@ -44,7 +44,7 @@ def show_drawings(app, what, name, obj, options, lines):
 
 
 def share_table(app, docname, source):
-    """The start page has README's table of what to read, with the titles of pages as links."""
+    """Give the start page README's table of what to read, with the titles of pages as links."""
     if docname == "index":
         readme = Path(__file__).parent.parent.joinpath("README.md").read_text(encoding="utf-8")
         table = readme.split("## What to read when")[1].split("\n## ")[0]
@@ -53,6 +53,6 @@ def share_table(app, docname, source):
 
 
 def setup(app):
-    """Run ahead of napoleon, which has the default priority of 500."""
+    """Register the functions; napoleon has the default priority of 500, and must come later."""
     app.connect("autodoc-process-docstring", show_drawings, priority=400)
     app.connect("source-read", share_table)

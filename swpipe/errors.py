@@ -88,7 +88,7 @@ class PlanError(ValueError):
             # user.
             text = shorten(" ".join(problem.text.splitlines()), _MOST_IN_PROBLEM)
             room -= len(text)
-            # The first problem is always told, however long it is.
+            # The first problem is always shown, however long it is.
             if texts and room < 0:
                 break
             texts.append(text)

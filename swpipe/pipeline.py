@@ -64,7 +64,7 @@ class SWPipeline(ShortcutControl[C]):
             ``torch.initial_seed()``.
         start_iteration: The number of the first iteration, as if it were loaded from a state.
         stall_timeout_s: Seconds without progress after which ``progress`` raises ``StallError``;
-            None to wait for ever. Must be longer than the longest task, and than the longest random
+            None to wait forever. Must be longer than the longest task, and than the longest random
             task of any pipeline in the process, because random tasks run one at a time.
         check_ranks: With torch.distributed initialised, compare plans across ranks at the first
             fill, and shortcuts whenever some are enabled or disabled.

@@ -1,4 +1,4 @@
-"""What every test stands on: one intra-op thread, Ctrl-C, no thread left, ranks to share."""
+"""The setting of all tests: one intra-op thread, Ctrl-C, no thread left, shared ranks."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--accelerator`` says on which kinds of device ``tests/device`` runs."""
-    told = "run tests/device on CUDA, or else on the test backend, which the process sees for ever"
+    """Add ``--accelerator``, which selects the kinds of device for ``tests/device``."""
+    told = "run tests/device on CUDA, or else on the test backend, which the process sees forever"
     parser.addoption("--accelerator", action="store_true", help=told)
 
 
 def pytest_configure() -> None:
-    """The servers of scripts and ranks are those of the process that begins the workers."""
+    """Make the workers use the servers of scripts and ranks of the process that starts them."""
     servers.folder()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how to draw the same examples again, if they are not the fixed ones."""
+    """Print how to draw the same examples again, unless they are the fixed ones."""
     if budget.SEED is not None:
         drawn = f"SWPIPE_EXAMPLES_FACTOR={budget.FACTOR} SWPIPE_EXAMPLES_SEED={budget.SEED}"
         terminalreporter.write_line(f"random examples: {drawn}")
@@ -65,27 +65,27 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: ranks wait for each other, and stalls for their time-outs."""
+    """Return one worker more than there are cores: ranks and stalls mostly wait."""
     return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_collection_finish() -> None:
-    """All that was collected is there for ever."""
+    """Exclude everything that was collected from garbage collection: it stays."""
     garbage.freeze()
     gc.enable()
 
 
 def pytest_runtest_logfinish() -> None:
-    """So is what a test has imported."""
+    """Exclude what a test has imported, too."""
     garbage.freeze_if_many()
 
 
 GRACE_S = 20.0
-"""Seconds that a thread which is on its way out has to get there."""
+"""The time in seconds that a thread has to end."""
 
 
 def left_behind(before: set[threading.Thread]) -> list[threading.Thread]:
-    """Threads that began after ``before`` was taken and that a test must have ended.
+    """Return the threads that began after ``before`` was taken and that a test must have ended.
 
     These are swpipe's own, and all that would keep the interpreter from ending. Other daemons
     (a progress bar's monitor, a library's pool) live as long as their owners like.
@@ -110,7 +110,7 @@ def no_thread_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[Ranks]:
-    """A rank alone, with a process group of its own."""
+    """A single rank with a process group of its own."""
     with Ranks(1) as ranks:
         yield ranks
 
@@ -131,11 +131,11 @@ def four_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def scripts() -> Scripts:
-    """Scripts in processes of their own, that find torch and swpipe imported."""
+    """A runner of scripts in processes of their own that have torch and swpipe imported."""
     return Scripts("torch")
 
 
 @pytest.fixture(scope="session")
 def torchrec_scripts() -> Scripts:
-    """The same; they find TorchRec and the click job of several ranks imported, too."""
+    """The same, with TorchRec and the click job of several ranks imported, too."""
     return Scripts("torchrec")

@@ -1,7 +1,7 @@
-"""Private names that swpipe asks for without an error if they are missing are still there.
+"""Private names that swpipe may miss without an error still exist.
 
-A name that is used directly fails its own tests where it goes (``docs/private-symbols.md``). These
-are compared, asked for with a default, or used in a call that a CPU never makes.
+A name that is used directly fails its own tests if it is removed (``docs/private-symbols.md``).
+These are compared, looked up with a default, or used in a call that a CPU never makes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ASKED: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", ASKED)
 def test_torch_has_a_name_that_is_asked_for(name: str) -> None:
-    """On the object that swpipe asks."""
+    """It is on the object that swpipe reads."""
     assert hasattr(ASKED[name](), name)
 
 
 def test_fsdp_keeps_the_wrapped_module_under_the_known_name() -> None:
-    """The names of states leave it out."""
+    """The names of states do not contain it."""
     assert _common_utils.FSDP_WRAPPED_MODULE == "_fsdp_wrapped_module"
 
 
@@ -46,7 +46,7 @@ def test_fsdp_keeps_the_wrapped_module_under_the_known_name() -> None:
     ],
 )
 def test_operators_have_the_known_names(namespace: str, operator: str) -> None:
-    """A collective makes its task one that meets other ranks; a copy or an index may wait."""
+    """A collective's name marks its task as global; a copy or an index may wait."""
     assert hasattr(getattr(torch.ops, namespace), operator)
 
 
@@ -58,5 +58,5 @@ def test_operators_have_the_known_names(namespace: str, operator: str) -> None:
     ],
 )
 def test_other_packages_have_the_name(module: str, name: str) -> None:
-    """Their source has it: Accelerate's is asked of a loader first, TorchRec's holds a model."""
+    """Their source contains it."""
     assert name in inspect.getsource(pytest.importorskip(module))

@@ -25,7 +25,7 @@ ADD, DOUBLE = PipelineTask("add", _add), PipelineTask("double", _double)
 
 @pytest.fixture
 def pipe() -> Iterator[SWPipeline]:
-    """Two iterations in flight."""
+    """A pipeline with two iterations in flight."""
     plan = PipelinePlan(
         schedule={ADD: TaskSchedule(stage=0), DOUBLE: TaskSchedule(stage=1)},
         deps=[(DOUBLE, ADD)],
@@ -36,7 +36,7 @@ def pipe() -> Iterator[SWPipeline]:
 
 
 def test_a_task_has_the_hash_of_its_name() -> None:
-    """Two tasks of one name and other functions are not equal, or a schedule would lose one."""
+    """Two tasks of one name with other functions are not equal, or one would be lost."""
     other = PipelineTask("add", _double)
     assert hash(ADD) == hash(other) == hash("add")
     assert PipelineTask("add", _add, pure=True) == ADD
@@ -45,7 +45,7 @@ def test_a_task_has_the_hash_of_its_name() -> None:
 
 
 def test_a_list_fills_the_pipeline_and_progress_goes_on_with_it(pipe: SWPipeline) -> None:
-    """To its end; then there is nothing to go on with."""
+    """It continues to the end; then a call without an iterator is an error."""
     with pytest.raises(TypeError, match=r"call fill_pipeline\(loader\) first"):
         pipe.progress()
     pipe.fill_pipeline([1, 2, 3])
@@ -58,7 +58,7 @@ def test_a_list_fills_the_pipeline_and_progress_goes_on_with_it(pipe: SWPipeline
 
 
 def test_progress_goes_on_with_the_iterator_of_the_call_before(pipe: SWPipeline) -> None:
-    """The end of its data is a StopIteration; what is pushed has no iterator."""
+    """The end of its data is a StopIteration; pushed batches have no iterator."""
     assert pipe.progress(iter(range(3))).y == 2
     assert pipe.progress().y == 4
     assert pipe.progress().y == 6
@@ -68,13 +68,13 @@ def test_progress_goes_on_with_the_iterator_of_the_call_before(pipe: SWPipeline)
 
 
 def test_a_run_is_its_seconds(pipe: SWPipeline) -> None:
-    """As a number."""
+    """A run converts to a number of seconds."""
     report = pipe.run([1, 2])
     assert float(report) == report.seconds
 
 
 def test_the_schedule_is_printed(pipe: SWPipeline, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the two texts are."""
+    """Both printing methods print their texts."""
     pipe.print_schedule(4)
     assert capsys.readouterr().out == pipe.format_schedule(4) + "\n"
     pipe.print_stage_analysis()
@@ -82,7 +82,7 @@ def test_the_schedule_is_printed(pipe: SWPipeline, capsys: pytest.CaptureFixture
 
 
 def test_a_number_is_a_device_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in torch; a truth value is none."""
+    """This is as in torch; a truth value is no device."""
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: None)
     with pytest.raises(ValueError, match="device 'cuda:0' is not on this machine"):
         resolve(0)
@@ -91,7 +91,7 @@ def test_a_number_is_a_device_of_the_accelerator(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_list_of_tasks_has_the_streams_that_they_name() -> None:
-    """The schedulable engine's ``Pipeline(tasks=[...])``."""
+    """It is given as in the schedulable engine, ``Pipeline(tasks=[...])``."""
     seen: list[Any] = []
     tasks = [
         Task.from_fn("copy", lambda ctx: ctx.slots.set("x", 1), stream="memcpy", writes=("x",)),

@@ -1,6 +1,6 @@
-"""What swpipe imports, it declares, so that it works in an environment that has nothing else.
+"""swpipe declares all packages that it imports, so that it works without any others.
 
-The README's example once failed there: numpy came with other packages, and was not declared.
+The README's example once failed: numpy came with other packages, and was not declared.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ PROJECT = ROOT / "pyproject.toml"
 needs_repository = pytest.mark.skipif(not PROJECT.exists(), reason="needs the repository")
 
 WORKLOADS = "tasks"
-"""The package of the workloads, whose modules may need libraries of their own."""
+"""The package of the workloads, whose modules may need additional libraries."""
 
 EXTRA_OF_WORKLOADS = "torchrec"
 EXTRAS = ("torchrec", "plot")
-"""What the user may install besides; functions that need one of these say so."""
+"""Libraries that the user may install in addition; functions that need one say so."""
 
 NOT_DECLARED = {"torchrec", "typing_extensions"}
-"""The first asks for the CUDA build of fbgemm: the user chooses, see docs/guide/install.md. Only
-type checkers read the second, and bring it.
-"""
+"""Libraries that are not declared. The first asks for the CUDA build of fbgemm, which the user
+chooses (docs/guide/install.md). Only type checkers read the second, and bring it."""
 
 
 class Declared(NamedTuple):
-    """The names of the packages that pyproject.toml asks for.
+    """The names of the packages that pyproject.toml requires.
 
-    Functions import what only some systems have; these requirements have a marker.
+    Requirements with a marker are those that only some systems have; functions import them.
     """
 
     always: set[str]
@@ -43,7 +42,7 @@ class Declared(NamedTuple):
 
 
 def declared(project: Path) -> Declared:
-    """From the dependencies and extras of a pyproject.toml."""
+    """Return the dependencies and extras of a pyproject.toml."""
     table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
     extras = table["optional-dependencies"]
     dependencies = table["dependencies"]
@@ -57,12 +56,12 @@ def declared(project: Path) -> Declared:
 
 
 def _names(requirements: list[str]) -> set[str]:
-    """``tomli-w>=1.1`` is imported as tomli_w; the other names are those of their modules."""
+    """Return the import names of requirements; ``tomli-w>=1.1`` is imported as tomli_w."""
     return {re.split(r"[^\w.-]", one)[0].replace("-", "_") for one in requirements}
 
 
 def undeclared(package: Path, names: Declared) -> list[str]:
-    """The imports below ``package`` of what is not declared, as ``file:line: why``."""
+    """Return the imports below ``package`` of undeclared packages, as ``file:line: why``."""
     found = []
     for path in sorted(package.rglob("*.py")):
         where = path.relative_to(package)
@@ -83,7 +82,7 @@ def undeclared(package: Path, names: Declared) -> list[str]:
 
 @needs_repository
 def test_all_that_swpipe_imports_is_declared() -> None:
-    """At load from the dependencies, or for a workload its extra; in functions from any extra."""
+    """Imports at load are dependencies, or a workload's extra; in functions, any extra."""
     assert undeclared(PACKAGE, declared(PROJECT)) == []
 
 
@@ -99,7 +98,7 @@ def test_every_dependency_has_a_least_version() -> None:
 
 @needs_repository
 def test_the_guide_lists_the_dependencies() -> None:
-    """All of them, and no other: one was missing there, and one was listed that had gone."""
+    """It lists all of them, and no others: once one was missing, and one was obsolete."""
     page = (ROOT / "docs" / "guide" / "install.md").read_text(encoding="utf-8")
     (listed,) = re.findall(r"The first asks for ([^.]*)\.", page)
     names = re.split(r", | and ", re.sub(r" \(.*?\)", "", listed))

@@ -17,28 +17,28 @@ OF_PYTHON = {
     *("_DummyThread", "_current_frames", "_exit", "_fields", "_getframe", "_is_gil_enabled"),
     *("_replace", "_thread"),
 }
-"""Names of Python's own that need no row on the page."""
+"""Python's own names, which need no row on the page."""
 
 NO_SYMBOLS = {"_Req", "_like", "_process", "_released", "_sequencer", "_shortcut_tasks"}
-"""Strings that begin with an underscore and name nothing of another package."""
+"""Strings that begin with an underscore and are no name of another package."""
 
 _ROW = re.compile(r"^\| `(swpipe/[\w/]+\.py)` \| (.+?) \| (.+?) \|$", re.MULTILINE)
 _CODE = re.compile(r"`([^`]+)`")
 
 
 def modules(package: Path) -> Iterator[tuple[Path, ast.Module]]:
-    """Each module's path under ``package``, and its syntax tree."""
+    """Yield each module's path under ``package``, and its syntax tree."""
     for path in sorted(package.rglob("*.py")):
         yield path.relative_to(package), parsed(path)
 
 
 def is_private(name: str) -> bool:
-    """Whether a name has one leading underscore."""
+    """Return whether a name has one leading underscore."""
     return name.startswith("_") and not name.endswith("__") and name.strip("_") != ""
 
 
 def own_names(tree: ast.Module) -> set[str]:
-    """The names that a module defines: functions, classes, variables, attributes of self."""
+    """Return the names that a module defines: functions, classes, variables, attributes of self."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -51,12 +51,12 @@ def own_names(tree: ast.Module) -> set[str]:
 
 
 def of_self(node: ast.Attribute) -> bool:
-    """Whether the object is ``self``, ``cls`` or ``super()``."""
+    """Return whether the object is ``self``, ``cls`` or ``super()``."""
     return ast.unparse(node.value) in ("self", "cls", "super()")
 
 
 def torchs_modules(tree: ast.Module) -> dict[str, str]:
-    """What a module imports of torch: the local name to the dotted one."""
+    """Return what a module imports of torch: the local name to the dotted one."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -69,10 +69,10 @@ def torchs_modules(tree: ast.Module) -> dict[str, str]:
 
 
 def attributes_of_others(tree: ast.Module, package: set[str]) -> Iterator[str]:
-    """The private attributes that a module uses, and does not define.
+    """Yield the private attributes that a module uses and does not define.
 
     Those of ``self`` may be another module's of swpipe, whose names are in ``package``. The name is
-    dotted where the object is a module of torch.
+    dotted if the object is a module of torch.
     """
     here, imported = own_names(tree), torchs_modules(tree)
     for node in ast.walk(tree):
@@ -85,9 +85,9 @@ def attributes_of_others(tree: ast.Module, package: set[str]) -> Iterator[str]:
 
 
 def private_imports(tree: ast.AST) -> Iterator[str]:
-    """The private names that a module imports, and what it imports from private modules.
+    """Yield the private names that a module imports, and its imports from private modules.
 
-    Not for type checkers alone: mypy reports these.
+    Imports for type checkers are left out, since mypy reports these.
     """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -107,7 +107,7 @@ def private_imports(tree: ast.AST) -> Iterator[str]:
 
 
 def private_strings(tree: ast.Module, package: set[str]) -> Iterator[str]:
-    """The strings that are private names, such as arguments of ``getattr``."""
+    """Yield the strings that are private names, such as arguments of ``getattr``."""
     formatted = [part for f in ast.walk(tree) if isinstance(f, ast.JoinedStr) for part in f.values]
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -117,7 +117,7 @@ def private_strings(tree: ast.Module, package: set[str]) -> Iterator[str]:
 
 
 def private_symbols(tree: ast.Module, package: set[str]) -> set[str]:
-    """The private names of other packages, or of other modules of swpipe, that a module uses."""
+    """Return the private names of other packages and modules that a module uses."""
     names = {
         *attributes_of_others(tree, package),
         *private_imports(tree),
@@ -128,7 +128,7 @@ def private_symbols(tree: ast.Module, package: set[str]) -> set[str]:
 
 
 def uses(package: Path) -> dict[str, set[str]]:
-    """These names for each module that uses some."""
+    """Return these names for each module that uses some."""
     trees = dict(modules(package))
     own = set().union(*map(own_names, trees.values()))
     return {
@@ -139,7 +139,7 @@ def uses(package: Path) -> dict[str, set[str]]:
 
 
 def rows() -> dict[str, tuple[set[str], list[str]]]:
-    """The rows of the page: for each module its symbols, and the tests."""
+    """Return the rows of the page: for each module its symbols, and the tests."""
     listed: dict[str, tuple[set[str], list[str]]] = {}
     for path, symbols, tests in _ROW.findall(PAGE.read_text(encoding="utf-8")):
         before, named = listed.get(path, (set(), []))
@@ -148,9 +148,9 @@ def rows() -> dict[str, tuple[set[str], list[str]]]:
 
 
 def test_each_private_name_of_another_package_has_a_row() -> None:
-    """What is needed of another module of swpipe has a public name there; the rest is on a page.
+    """A name of another swpipe module must be public; all other private names are on a page.
 
-    What a row names and its module no longer uses is taken from the row.
+    If a module no longer uses a name, its row is removed.
     """
     listed = {path: symbols for path, (symbols, _) in rows().items()}
     used = uses(PACKAGE)
@@ -161,7 +161,7 @@ def test_each_private_name_of_another_package_has_a_row() -> None:
 
 
 def test_each_row_of_private_names_has_tests() -> None:
-    """They fail where the module's private names go."""
+    """They fail if the module's private names disappear."""
     assert [path for path, (_, tests) in rows().items() if not tests] == []
     tests = {test for _, named in rows().values() for test in named}
     assert [test for test in sorted(tests) if not (ROOT / test).exists()] == []
@@ -181,13 +181,13 @@ def test_each_row_of_private_names_has_tests() -> None:
     ],
 )
 def test_a_private_name_of_another_package_is_found(code: str, symbols: set[str]) -> None:
-    """As an attribute, an import and a string; one that the module defines is its own."""
+    """It may be an attribute, an import or a string; a name that the module defines is its own."""
     tree = ast.parse(code)
     assert private_symbols(tree, own_names(tree)) == symbols
 
 
 def names_a_device(node: ast.AST) -> bool:
-    """Whether an expression contains the name of a kind of device."""
+    """Return whether an expression contains the name of a kind of device."""
     return any(
         isinstance(part, ast.Constant)
         and isinstance(part.value, str)
@@ -197,7 +197,7 @@ def names_a_device(node: ast.AST) -> bool:
 
 
 def device_questions(package: Path) -> list[str]:
-    """Where a module outside ``device`` asks what kind a device is."""
+    """Return where a module outside ``device`` asks for the kind of a device."""
     found = []
     for path, tree in modules(package):
         if path.parts[0] == "device":
@@ -215,5 +215,5 @@ def device_questions(package: Path) -> list[str]:
 
 
 def test_only_devices_know_their_kind() -> None:
-    """Elsewhere nothing is compared with "cpu" or "cuda": a device has an attribute for it."""
+    """Other code does not compare with "cpu" or "cuda": a device has an attribute for it."""
     assert device_questions(PACKAGE) == []

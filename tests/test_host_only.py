@@ -1,4 +1,4 @@
-"""Edges that order the functions of two tasks, and no work on streams."""
+"""Edges that order the functions of two tasks, but no work on streams."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PAIR = ("prefetch", "forward")
 
 
 def plan(**given: Any) -> PipelinePlan:
-    """A prefetch on a thread and a stream of its own, after this period's forward."""
+    """Return a plan of a prefetch on its own thread and stream, after this period's forward."""
     schedule = {"prefetch": TaskSchedule(0, "side", "io"), "forward": TaskSchedule(1)}
     return PipelinePlan(schedule, same_period_deps=[PAIR], **given)
 
 
 def test_the_host_waits_and_no_stream() -> None:
-    """The host wait stays, the event goes; so the device is in no order."""
+    """The host wait stays, the event goes; therefore the device is not ordered."""
     both, alone = (
         compile_plan(resolve_plan(p), streams=True) for p in (plan(), plan(host_only=[PAIR]))
     )
@@ -43,7 +43,7 @@ def test_the_host_waits_and_no_stream() -> None:
 
 
 def test_streams_wait_for_all_other_edges() -> None:
-    """An edge is host_only by itself, whatever is said of others."""
+    """Each edge is host_only by itself."""
     given = plan(host_only=[PAIR])
     schedule = {**given.schedule, "decode": TaskSchedule(1, "third")}
     beside = replace(given, schedule=schedule, deps=[("forward", "decode")])
@@ -56,7 +56,7 @@ def test_streams_wait_for_all_other_edges() -> None:
 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_it_protects_what_python_uses_on_the_host(on_host: bool) -> None:
-    """A counter; memory on two streams is refused with the pair and the reason."""
+    """It protects a counter; memory on two streams is refused with the pair and the reason."""
     io = [DeclaredIO(state="count", on_host=on_host)]
     tasks = [PipelineTask(name, print, io) for name in ("forward", "prefetch")]
     of = PipelinePlan(
@@ -82,7 +82,7 @@ def test_a_pair_without_an_edge_is_refused() -> None:
 
 
 def test_a_lookahead_tasks_side_becomes_it() -> None:
-    """Of the CPU alone; a task that says nothing waits on both sides."""
+    """The side is the CPU alone; a task that declares none waits on both sides."""
 
     def translated(**given: Any) -> PipelinePlan:
         tasks = (

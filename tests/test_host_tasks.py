@@ -1,4 +1,4 @@
-"""Tasks of the host alone: no stream, no event, and nothing waits that need not."""
+"""Tasks of the host alone: no stream, no event, and no unnecessary wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COSTS = CostModel(
 
 
 def plan(stream: str | None = HOST, **more: Any) -> PipelinePlan:
-    """A batch is read and copied on a thread, while another one is trained on."""
+    """Return a plan that reads and copies a batch on a thread during training."""
     return PipelinePlan(
         schedule={
             "read": TaskSchedule(thread_group="io", stream=stream),
@@ -51,7 +51,7 @@ def test_a_copy_does_not_wait_for_the_training_before_the_read() -> None:
 
 
 def test_all_that_a_task_of_the_host_alone_takes_is_time_of_its_thread() -> None:
-    """Also time that its cost has as device work, and a wait for it."""
+    """This includes the device work of its cost, and a wait for it."""
     read = TaskCost(host_us=9_000, device_us=3_000, blocks=True)
     model = replace(COSTS, tasks={**COSTS.tasks, "read": read})
     found = simulate(plan(), model)
@@ -60,7 +60,7 @@ def test_all_that_a_task_of_the_host_alone_takes_is_time_of_its_thread() -> None
 
 
 def test_a_plan_with_such_a_task_can_be_saved_and_names_no_stream() -> None:
-    """The word is kept; without another stream the host may run ahead as in a plain loop."""
+    """The stream's name is kept; without other streams the run-ahead has no limit."""
     assert PipelinePlan.from_toml(plan().to_toml()) == plan()
     alone = PipelinePlan({"read": TaskSchedule(stream=HOST), "train": TaskSchedule()})
     assert (plan().names_streams, alone.names_streams) == (True, False)
@@ -81,7 +81,7 @@ def before(given: PipelinePlan) -> HappensBefore:
 
 
 def test_it_is_done_when_it_returns_and_waits_for_no_device() -> None:
-    """Whoever comes after it finds its results; before it no device work is known to be done."""
+    """Later tasks find its results; it waits for no device work."""
     given = plan(pipeline_depth=3)
     after_copy = replace(
         given, deps=[("train", "read"), ("read", "copy")], cross_iter_deps=[], run_ahead=9
@@ -94,14 +94,14 @@ def test_it_is_done_when_it_returns_and_waits_for_no_device() -> None:
 
 
 def test_a_place_where_memory_goes_waits_for_no_event_of_it() -> None:
-    """It has none; the work of all others before the place is waited for."""
+    """It has none; the place waits for all other earlier work."""
     given = replace(plan(keep=[]), deps=[("train", "read"), ("read", "copy")])
     places = ReleasePlaces(before(given))
     assert places.behind(ReleasePlace("read", True)) == ("copy",)
 
 
 def test_a_state_that_the_device_still_uses_is_refused() -> None:
-    """A buffer that is read into again while the copy before may still read it."""
+    """A buffer is filled again while the previous copy may still read it."""
 
     def refused(**more: Any) -> str:
         io = [DeclaredIO(state="buffer", **more)]
@@ -116,14 +116,14 @@ def test_a_state_that_the_device_still_uses_is_refused() -> None:
 
 
 def test_what_it_does_to_the_context_needs_no_stream() -> None:
-    """It may hand on, or delete, what device work makes; that is no race."""
+    """It may pass on, or delete, the results of device work; that is no race."""
     tasks = [PipelineTask(name, print, pure=True) for name in ("copy", "read", "train")]
     given = replace(plan(), deps=[("read", "copy"), ("train", "read")])
     verify_tasks(given, tasks, streams=True)
 
 
 def test_no_stream_is_made_current_for_it() -> None:
-    """It finds that of the task before, on its thread."""
+    """It finds the stream of the previous task, on its thread."""
     device, found = VirtualDevice(0), []
     tasks = [
         PipelineTask("copy", lambda ctx: None),
@@ -144,7 +144,7 @@ def test_no_stream_is_made_current_for_it() -> None:
 
 
 def test_one_that_uses_the_device_is_refused() -> None:
-    """What operators show to be untrue is an error, where tasks are watched."""
+    """If tasks are watched, operators on the device are an error."""
     device = VirtualDevice(0)
     tasks = [
         PipelineTask("read", lambda ctx: ctx.batch.sum()),

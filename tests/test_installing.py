@@ -1,4 +1,4 @@
-"""An installed swpipe, as a script beside a clone called swpipe finds it; systems it is not for."""
+"""An installed swpipe, as a script next to a clone finds it; unsupported systems."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NOT_FOLLOWED = "[mypy]\n[mypy-torch.*]\nfollow_imports = skip\nignore_missing_im
 
 
 def run(command: list[object], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder; what it printed."""
+    """Run a command in a folder, and return its output."""
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         list(map(str, command)),
@@ -58,12 +58,12 @@ def run(command: list[object], folder: Path) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site-packages of an environment, into which the clone ``swpipe`` beside it is installed.
+    """The site-packages of an environment in which the clone ``swpipe`` is installed.
 
-    As ``pip install --editable .`` does it, by the same build backend.
+    It is installed as ``pip install --editable .`` does it, by the same build backend.
     """
     folder = tmp_path_factory.mktemp("editable")
-    # By other tests, and by lint and docs beside them; what Python is writing has two suffixes.
+    # By other tests, lint and docs, which run at the same time; Python writes to two suffixes.
     written_meanwhile = (".hypothesis", ".*_cache", "*.pyc.*", "build", "dist", "_build", "out")
     left_out = shutil.ignore_patterns(".git", ".venv*", *written_meanwhile)
     shutil.copytree(ROOT, folder / "swpipe", symlinks=True, ignore=left_out)
@@ -82,7 +82,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_repository
 def test_a_clone_called_swpipe_does_not_hide_the_package(site: Path) -> None:
-    """Python finds the package, not the folder beside the script, and nothing else of the clone.
+    """Python finds the package, not the folder next to the script, and no other file of it.
 
     Its types are found where it is marked as typed.
     """
@@ -139,7 +139,7 @@ def test_a_type_checker_finds_the_package_beside_such_a_clone(site: Path) -> Non
 
 
 def test_a_system_without_fork_is_refused_in_one_sentence() -> None:
-    """As Windows, whose ``os`` lacks what swpipe asks for when it is loaded."""
+    """Windows is such a system: its ``os`` lacks names that swpipe needs."""
     code = "import os; del os.register_at_fork; import swpipe"
     done = run([sys.executable, "-c", code], ROOT)
     assert done.returncode == 1

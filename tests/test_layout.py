@@ -42,22 +42,22 @@ MAY_USE = {
     "tasks": ("plans",),
     "tuning": ("planning", "plans", "profiler"),
 }
-"""Room to the other rooms it may import."""
+"""The other rooms that a room may import."""
 
 EDGE = ("cli", "testing", "__init__")
 """Modules of the framework that may name the rooms."""
 
 SHARED_NAMES = {"pipeline_parallel", "torchrec", "transformer"}
-"""A workload's name, in ``plans`` and in ``tasks``; what each takes from TorchRec."""
+"""A workload's name, in ``plans`` and in ``tasks``; and what each takes from TorchRec."""
 
 SYSTEMS = ("plans", "schedulable", "tasks")
-"""Rooms that could each be in a repository of their own: they import public names only."""
+"""Rooms that could each be a separate repository: they import public names only."""
 
 WORKLOADS = ("dynamicemb", "fbgemm_gpu", "megatron", "pandas", "polars", "torchmetrics", "torchrec")
-"""What the framework never imports."""
+"""Rooms that the framework never imports."""
 
 LATE = ("jinja2", "matplotlib", "nvtx", "tabulate", "tomli_w", "tqdm")
-"""What is imported inside the functions that need it."""
+"""Packages that are imported inside the functions that need them."""
 
 
 class Import(NamedTuple):
@@ -74,18 +74,18 @@ def _parsed(path: Path, _written_ns: int) -> ast.Module:
 
 
 def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file; of the same file the same."""
+    """Return the syntax tree of a file, which is cached."""
     return _parsed(path, path.stat().st_mtime_ns)
 
 
 @cache
 def imported(tree: ast.Module, package: str) -> tuple[Import, ...]:
-    """Every import of a module of this package."""
+    """Return every import of a module of this package."""
     return (*imports(tree, package),)
 
 
 def imports(tree: ast.AST, package: str, at_load: bool = True) -> Iterator[Import]:
-    """Every import below ``tree``, those inside functions and for type checkers included."""
+    """Yield every import below ``tree``, including those in functions and for type checkers."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno, at_load) for alias in node.names)
@@ -104,7 +104,7 @@ def imports(tree: ast.AST, package: str, at_load: bool = True) -> Iterator[Impor
 
 
 def wrong_imports(package: Path) -> list[str]:
-    """The imports under ``package`` that go against these directions, as ``file:line: why``."""
+    """Return the imports under ``package`` in a wrong direction, as ``file:line: why``."""
     found = []
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -135,10 +135,10 @@ def test_imports_go_one_way() -> None:
 
 
 def private_imports_of_systems(package: Path) -> list[str]:
-    """The private modules and names of swpipe that systems import, as ``file:line: name``.
+    """Return the private modules and names of swpipe that systems import, as ``file:line: name``.
 
-    A system's own private modules are its own: ``swpipe.tasks.torchrec._torchrec``. A string that
-    names a private module is an import, too, made late.
+    A system may use its own private modules, such as ``swpipe.tasks.torchrec._torchrec``. A string
+    that names a private module counts as a late import.
     """
     private = []
     for room in SYSTEMS:
@@ -188,7 +188,7 @@ def test_a_private_import_of_a_system_is_found(tmp_path: Path, code: str) -> Non
 
 
 def module_graph(package: Path) -> dict[str, set[str]]:
-    """Module to the modules of ``package`` that it imports, inside functions too."""
+    """Return the modules of ``package`` that each module imports, also in functions."""
     paths = {}
     for path in package.rglob("*.py"):
         parts = path.relative_to(package.parent).with_suffix("").parts
@@ -203,9 +203,9 @@ def module_graph(package: Path) -> dict[str, set[str]]:
 
 
 def in_circles(graph: dict[str, set[str]]) -> list[str]:
-    """The modules left when those that import none of the others are taken away, again and again.
+    """Return the modules that remain after repeatedly removing those that import no other.
 
-    Of these, each is in a circle or imports from one.
+    Each of these is in a circle or imports from one.
     """
     left = dict(graph)
     while free := [name for name, uses in left.items() if not uses & left.keys()]:
@@ -251,17 +251,18 @@ def test_no_public_name_hides_a_module() -> None:
 
 
 MOST_LOADED, MOST_LOADED_WATCHED = 92, 111
-"""Modules of swpipe that a run loads up to its first batch; and with pure tasks, to watch them."""
+"""The most modules of swpipe that a run loads up to its first batch, without and with pure tasks.
+"""
 
 BY_TORCH_ITSELF = {"torch.utils._device"}
-"""What ``torch.get_default_device`` loads."""
+"""Modules that ``torch.get_default_device`` loads."""
 
 
 def test_a_run_loads_few_modules_and_nothing_else_of_torch() -> None:
     """The first batch waits for no more than its run needs; ``import swpipe`` loads no room."""
     code = """
 import os, sys, torch
-before = set(sys.modules)  # torch itself may load what it likes
+before = set(sys.modules)  # torch itself may load anything
 import swpipe
 print(*sorted(set(sys.modules) - before), flush=True)
 def function(batch): return batch
@@ -286,12 +287,12 @@ print(*sorted(set(sys.modules) - before), flush=True)
 
 @pytest.mark.parametrize("door", [swpipe, swpipe.inference])
 def test_all_public_names_load(door: ModuleType) -> None:
-    """Each name in ``__all__`` is there, if loaded late."""
+    """Each name in ``__all__`` exists, also if it is loaded late."""
     assert [name for name in door.__all__ if not hasattr(door, name)] == []
 
 
 def test_names_loaded_late_are_listed() -> None:
-    """``dir`` has them: the pages of the API are made from it."""
+    """``dir`` lists them: the pages of the API are made from it."""
     assert {*swpipe.inference.__all__} <= {*dir(swpipe.inference)}
 
 

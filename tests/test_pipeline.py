@@ -28,12 +28,12 @@ PLANS = {
 
 @pytest.fixture(params=PLANS, name="plan")
 def any_plan(request: pytest.FixtureRequest) -> PipelinePlan:
-    """Each plan in turn."""
+    """Return a plan; each test runs with every plan."""
     return PLANS[request.param]
 
 
 def push_all(pipe: SWPipeline, batches: Iterable[Any]) -> list[IterContext]:
-    """Push all batches, then flush; what came out, in order."""
+    """Push all batches, then flush; return the results in order."""
     pushed = [pipe.push(batch) for batch in batches]
     return [ctx for ctx in pushed if ctx is not None] + [*pipe.flush()]
 
@@ -42,9 +42,9 @@ def push_all(pipe: SWPipeline, batches: Iterable[Any]) -> list[IterContext]:
 def test_each_batch_comes_out_once_in_order_with_all_tasks_done(
     plan: PipelinePlan, run: Any
 ) -> None:
-    """Whether the data is empty, shorter than the depth, or longer; None is a batch like others.
+    """Data may be empty, shorter than the depth, or longer; None is a batch like others.
 
-    Iterators, as of training, evaluation, and training again, are emptied; numbers go on.
+    Iterators for training, evaluation and training again are used up; numbers continue.
     """
     with SWPipeline(plan, tasks()) as pipe:
         first = 0
@@ -57,7 +57,7 @@ def test_each_batch_comes_out_once_in_order_with_all_tasks_done(
 
 
 def test_an_iterator_that_restarts_after_its_end_still_ends(plan: PipelinePlan) -> None:
-    """Some loaders reset themselves; asked once too often, they once made a run endless."""
+    """Some loaders reset themselves; one call too many once made a run endless."""
 
     class Resetting:
         def __init__(self) -> None:
@@ -113,7 +113,7 @@ def test_a_retired_context_is_the_users_alone(plan: PipelinePlan) -> None:
 
 @pytest.mark.parametrize("way", ["iterate", "run", "push"])
 def test_no_more_contexts_than_the_depth_are_alive(plan: PipelinePlan, way: str) -> None:
-    """Nor batches: none is kept longer, and a new one comes when the oldest has gone."""
+    """No batch lives longer either, and a new one comes when the oldest has gone."""
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
 
@@ -140,7 +140,7 @@ def test_no_more_contexts_than_the_depth_are_alive(plan: PipelinePlan, way: str)
 
 
 def test_running_reports_iterations_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    """``verbose`` draws them on standard error, and nothing is drawn otherwise."""
+    """``verbose`` draws progress on standard error; otherwise nothing is drawn."""
     with SWPipeline(piped(), tasks()) as pipe:
         for report in (pipe.run(range(7)), pipe.run_serial(range(7))):
             assert report.iterations == 7
@@ -151,7 +151,7 @@ def test_running_reports_iterations_and_seconds(capsys: pytest.CaptureFixture[st
 
 
 def test_groups_run_on_their_own_threads_and_the_default_on_the_callers() -> None:
-    """One worker thread a group, named after it."""
+    """A group has one worker thread, named after it."""
     seen: dict[str, set[str]] = {name: set() for name in NAMES}
 
     def note(name: str) -> Any:
@@ -241,7 +241,7 @@ def test_pushing_and_progress_do_not_mix_in_mid_flight() -> None:
 
 
 def test_the_body_of_pushed_batches_comes_before_the_next_iterations_tasks() -> None:
-    """Also of the last ones, which ``flush`` hands out: each task sees the bodies before it."""
+    """This includes the last ones, which ``flush`` returns: each task sees earlier bodies."""
     bodies: list[int] = []
     seen: dict[int, list[int]] = {}
 
@@ -282,7 +282,7 @@ def test_a_flush_that_is_not_iterated_is_refused_and_told() -> None:
 
 
 class Started(Observer):
-    """Collects which tasks started on which iterations."""
+    """An observer that collects the started tasks and iterations."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
@@ -417,7 +417,7 @@ def test_a_second_thread_cannot_drive() -> None:
 
 
 def test_a_task_cannot_drive_its_own_pipeline() -> None:
-    """The same from inside."""
+    """It is refused like a second thread."""
     with SWPipeline(piped(), tasks(forward=lambda ctx: pipe.drain())) as pipe:
         with pytest.raises(RuntimeError, match="by one of its own tasks"):
             pipe.run(range(2))
@@ -448,7 +448,7 @@ def test_the_stages_print_with_what_each_task_waits_for() -> None:
 
 
 def test_a_warning_names_the_line_of_the_call() -> None:
-    """And no line of swpipe's."""
+    """It is no line of swpipe."""
     task = PipelineTask("work", lambda ctx: None)
     with pytest.warns(RuntimeWarning, match="nothing runs ahead") as found:
         swpipe.overlap(iter([1]), [task])
@@ -459,7 +459,7 @@ def test_a_warning_names_the_line_of_the_call() -> None:
 
 
 def test_pipelines_and_loops_show_what_they_are() -> None:
-    """In a few lines, before, within and after a run; a notebook sees the plan, too."""
+    """They print a few lines, before, within and after a run; a notebook shows the plan, too."""
     task = PipelineTask("work", lambda ctx: None, pure=True)
     loop = swpipe.overlap([1, 2], [task])
     assert repr(loop).splitlines() == ["<OverlappedLoop over list>", "ahead: the loader, work"]

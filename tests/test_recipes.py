@@ -36,7 +36,7 @@ PLAN = replace(PipelinePlan.serial(TASKS), deps=(("train", "read"),), order=())
 
 
 class CountingDevice(CpuDevice):
-    """The CPU; counts how often the host waited for it."""
+    """The CPU with a count of the host's waits for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_a_device_is_a_class_that_is_passed() -> None:
 
 
 def feed_ahead(plan: PipelinePlan, ahead: Iterable[str]) -> PipelinePlan:
-    """A planner: these tasks run one stage before the others, on a thread of their own."""
+    """Return a plan that runs these tasks one stage ahead of the others, on a separate thread."""
     ahead = set(ahead)
     schedule = {
         name: replace(entry, stage=0, thread_group="feed")
@@ -113,7 +113,7 @@ def loop():
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The package as it would be with them."""
+    """A copy of the package with a new system."""
     for name, text in SYSTEM.items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def test_a_system_is_folders_of_one_name() -> None:
 
 
 def test_each_system_has_a_page() -> None:
-    """A folder of tasks has a page of its name; plans of its own have that name, too."""
+    """A folder of tasks has a page of its name; its plans have that name, too."""
     root = Path(__file__).parent.parent
     folders = {path.parent.name for path in (root / "swpipe" / "tasks").glob("*/__init__.py")}
     pages = {path.stem for path in (root / "docs" / "guide").glob("*.md")}

@@ -1,4 +1,4 @@
-"""How far the host launches ahead of the device, as users say it."""
+"""The limit of the host's run-ahead, as users set it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MEANS_NOTHING = "run_ahead=2 has no effect on 'cpu', which has no streams"
 
 
 def nothing(ctx: IterContext) -> None:
-    """A task."""
+    """Do nothing."""
 
 
 def on_streams(**given: Any) -> PipelinePlan:
-    """A copy on a stream of its own, and what trains on the caller's."""
+    """Return a plan of a copy on its own stream, and training on the caller's."""
     return PipelinePlan(
         {
             PipelineTask("copy", nothing): TaskSchedule(0, "memcpy"),
@@ -38,7 +38,7 @@ def on_streams(**given: Any) -> PipelinePlan:
 
 @pytest.mark.parametrize("wrong", [-1, 1_001, True])
 def test_what_is_no_number_of_iterations_is_refused(wrong: Any) -> None:
-    """By the plan, whoever it was given to."""
+    """The plan refuses it, no matter which function got it."""
     rule = f"run_ahead is {wrong!r}: give how many iterations the host may launch ahead"
     with pytest.raises(PlanError, match=rule):
         SWPipeline(on_streams(run_ahead=wrong), device=VirtualDevice(0))
@@ -47,7 +47,7 @@ def test_what_is_no_number_of_iterations_is_refused(wrong: Any) -> None:
 
 
 def test_the_default_is_one_iteration_or_no_limit() -> None:
-    """Where nothing is said, the device has a whole period launched; or there is no limit."""
+    """The device has a whole period launched by default, or there is no limit."""
     device = VirtualDevice(0)
     with SWPipeline(on_streams(run_ahead=2), device=device) as pipe:
         assert pipe.plan.run_ahead == pipe.plan.launch_limit == 2
@@ -59,10 +59,10 @@ def test_the_default_is_one_iteration_or_no_limit() -> None:
 
 
 class AskedDevice(StreamDevice[str]):
-    """A device that is always done, and notes how many batches were pulled when somebody asked.
+    """An idle device that records how many batches were pulled at each query.
 
     Attributes:
-        pulled: How many batches were.
+        pulled: The number of pulled batches.
         asked: The notes.
     """
 
@@ -85,7 +85,7 @@ class AskedDevice(StreamDevice[str]):
 
 
 class AskedEvent(NoEvent):
-    """An event of such a device."""
+    """An event of an ``AskedDevice``."""
 
     def __init__(self, device: AskedDevice) -> None:
         self._device = device
@@ -111,7 +111,7 @@ def test_the_host_waits_for_no_nearer_iteration_than_that(depth: int, ahead: int
 
 
 def schedulable(**options: Any) -> PipelinePlan:
-    """The plan of a schedule with one task."""
+    """Return the plan of a schedule with one task."""
     schedule = Schedule((Stage((Task.from_fn("step", lambda ctx: None),)),), ("default",))
     with SchedulablePipeline(
         schedule, StreamPool({"default": None}), device="cpu", **options
@@ -120,13 +120,13 @@ def schedulable(**options: Any) -> PipelinePlan:
 
 
 def overlapped(**options: Any) -> PipelinePlan:
-    """The plan of an overlapped loop."""
+    """Return the plan of an overlapped loop."""
     with swpipe.overlap([1, 2], [nothing], device="cpu", **options) as loop:
         return loop.pipe.plan
 
 
 def sparse_dist(**options: Any) -> PipelinePlan:
-    """The plan of one of TorchRec's classes."""
+    """Return the plan of one of TorchRec's classes."""
     pipelines = pytest.importorskip("swpipe.tasks.torchrec")
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -137,7 +137,7 @@ def sparse_dist(**options: Any) -> PipelinePlan:
 
 
 def hstu(**options: Any) -> PipelinePlan:
-    """The plan of HSTU's pipeline."""
+    """Return the plan of HSTU's pipeline."""
     module = pytest.importorskip("swpipe.tasks.torchrec.hstu")
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -156,7 +156,7 @@ FRONTS: dict[str, Callable[..., PipelinePlan]] = {
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_every_front_end_takes_it_and_says_where_it_means_nothing(front: str) -> None:
-    """On a CPU, which is never behind the host."""
+    """It has no effect on a CPU, which is never behind the host."""
     with pytest.warns(RuntimeWarning, match=MEANS_NOTHING):
         assert FRONTS[front](run_ahead=2).run_ahead == 2
     assert FRONTS[front]().run_ahead is None

@@ -1,4 +1,4 @@
-"""What users give by mistake is refused where they give it, and the error says what to give."""
+"""Wrong arguments of users are refused at the call, and the error says what to give."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from tests.support.plans_for_tests import piped, tasks
 
 
 async def asynchronous(ctx: Any) -> None:
-    """Would not run: a call makes a coroutine."""
+    """Do nothing; a call makes a coroutine, so a task cannot run it."""
 
 
 def yielding(ctx: Any) -> Iterator[int]:
-    """Would not run: a call makes a generator."""
+    """Do nothing; a call makes a generator, so a task cannot run it."""
     yield 1
 
 
 async def both(ctx: Any) -> AsyncIterator[int]:
-    """Would not run either."""
+    """Do nothing; a call makes an asynchronous generator."""
     yield 1
 
 
 def decode(ctx: Any) -> None:
-    """A function, which is no task yet."""
+    """Do nothing; a function is no task yet."""
 
 
 def pipeline(**options: Any) -> SWPipeline[Any]:
-    """A pipeline with nothing in flight, which has no threads to end."""
+    """Return a pipeline with nothing in flight, and so without threads."""
     return SWPipeline(piped(), tasks(), **{"device": "cpu", **options})
 
 
 def planned(**changes: Any) -> SWPipeline[Any]:
-    """A pipeline of a plan that was changed."""
+    """Return a pipeline of a changed plan."""
     return SWPipeline(replace(piped(), **changes), tasks(), device="cpu")
 
 
 def any_given(value: object) -> Any:
-    """A value of a wrong type."""
+    """Return a value of a wrong type."""
     return value
 
 
@@ -174,7 +174,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_refused_with_what_to_give(name: str) -> None:
-    """Some did nothing, some failed far from the mistake, and one looked like the end of data."""
+    """Some did nothing, some failed far from the cause, and one looked like the end of data."""
     call, said = MISTAKES[name]
     with pytest.raises((TypeError, ValueError), match=said):
         call()

@@ -1,4 +1,4 @@
-"""Accelerate's gradient accumulation over a loader that is pulled ahead: it steps when it would."""
+"""Accelerate's gradient accumulation over a loader that is pulled ahead, with the same steps."""
 
 import torch
 from accelerate import Accelerator
@@ -17,23 +17,23 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 @swpipe.task(pure=True)
 def decode(ctx):
-    """Runs ahead, on a thread of its own."""
+    """Decode the batch; this task runs ahead, on a separate thread."""
     ctx.x = ctx.batch[0] * 2
 
 
 def forward(ctx):
-    """As everything that follows, on this thread."""
+    """Compute the loss; this task and all later ones run on the caller's thread."""
     with accelerator.accumulate(model):
         ctx.loss = model(ctx.x).square().mean()
 
 
 def backward(ctx):
-    """As in a plain loop."""
+    """Compute the gradients."""
     accelerator.backward(ctx.loss)
 
 
 def step(ctx):
-    """Does something in every fourth iteration, and in the last of each epoch."""
+    """Update the parameters in every fourth iteration, and in the last of each epoch."""
     optimizer.step()
     optimizer.zero_grad()
 

@@ -1,4 +1,4 @@
-"""Accelerate's gradient accumulation under a plan of one's own."""
+"""Accelerate's gradient accumulation under a hand-written plan."""
 
 import torch
 from accelerate import Accelerator

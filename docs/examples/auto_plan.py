@@ -1,4 +1,4 @@
-"""A plan from costs alone."""
+"""A plan that is made from costs alone."""
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.planning import Limits, auto_plan

@@ -1,6 +1,7 @@
-"""Checkpoints of torch.distributed written behind the step: training goes on meanwhile.
+"""Checkpoints of torch.distributed that are written in the background, while training goes on.
 
-torchrun --nproc-per-node 2 checkpoint_behind.py: on several ranks. Without torchrun it is one rank.
+Run it on several ranks with torchrun --nproc-per-node 2 checkpoint_behind.py, or on one rank
+without torchrun.
 """
 
 import os

@@ -7,7 +7,7 @@ import swpipe
 
 
 def make(backend):
-    """The tasks of a loop, and its loader; the first batches compile."""
+    """Return the tasks of a loop, and its loader; the first batches compile."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters())
@@ -20,7 +20,7 @@ def make(backend):
 
     @swpipe.task(pure=True)
     def decode(ctx):
-        """Runs ahead, on a thread of its own."""
+        """Decode the batch; this task runs ahead, on a separate thread."""
         ctx.x = ctx.batch[0] * 2
 
     def forward(ctx):

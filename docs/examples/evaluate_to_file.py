@@ -1,4 +1,4 @@
-"""An evaluation that writes a file: tokens before the model, labels and lines behind it."""
+"""An evaluation that writes a file: texts are tokenized ahead, labels are written behind."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ model = torch.nn.Sequential(torch.nn.EmbeddingBag(128, 16), torch.nn.Linear(16, 
 
 
 def tokenize(batch):
-    """Bytes, padded with spaces."""
+    """Return the bytes of each text, padded with spaces."""
     width = max(map(len, batch))
     return batch, torch.tensor([[*text.ljust(width).encode()] for text in batch])
 

@@ -18,23 +18,23 @@ steps = []
 
 @swpipe.task(pure=True)
 def decode(ctx):
-    """Runs ahead, on a thread of its own."""
+    """Decode the batch; this task runs ahead, on a separate thread."""
     ctx.x = ctx.batch[0] * 2
 
 
 def forward(ctx):
-    """As everything that follows, on this thread."""
+    """Compute the loss; this task and all later ones run on the caller's thread."""
     ctx.loss = model(ctx.x).square().mean()
 
 
 def backward(ctx):
-    """Gradients of four batches are added up."""
+    """Add to the gradients of four batches."""
     with fabric.no_backward_sync(model, enabled=(ctx.iter_idx + 1) % 4 != 0):
         fabric.backward(ctx.loss / 4)
 
 
 def step(ctx):
-    """Does something in every fourth iteration."""
+    """Update the parameters in every fourth iteration."""
     if (ctx.iter_idx + 1) % 4 == 0:
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()

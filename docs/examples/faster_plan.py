@@ -6,7 +6,7 @@ from swpipe import DeclaredIO, PipelinePlan, PipelineTask, SWPipeline, TaskProfi
 
 
 def blocks(name, ms, **said):
-    """A task that blocks its thread, as reading a file does."""
+    """Do the work of a task that blocks its thread, as reading a file does."""
     return PipelineTask(name, lambda ctx: time.sleep(ms / 1000), **said)
 
 
@@ -35,4 +35,4 @@ print(diff)
 
 assert advice.task == "read"
 assert 0.01 < diff.iteration.saved.value_s < 0.03  # 20 ms in truth
-assert after.exposed_s["read"] < before.exposed_s["read"]  # it runs beside the training now
+assert after.exposed_s["read"] < before.exposed_s["read"]  # it overlaps training now

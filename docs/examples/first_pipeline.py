@@ -8,14 +8,14 @@ from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 
 
 def batches(count):
-    """Compressed rows of 64 features, as a reader would hand them out."""
+    """Yield compressed rows of 64 features, as a reader would."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         yield zlib.compress(torch.randn(2048, 64, generator=generator).numpy().tobytes())
 
 
 def train(plan_of):
-    """Losses of 20 steps under the plan that ``plan_of`` makes of the tasks."""
+    """Return the losses of 20 steps under the plan that ``plan_of`` makes for the tasks."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -40,7 +40,7 @@ def train(plan_of):
 
 
 def pipelined(tasks):
-    """Decode one batch ahead, on a thread of its own."""
+    """Return a plan that decodes one batch ahead, on a separate thread."""
     return PipelinePlan(
         schedule={
             "decode": TaskSchedule(stage=0, thread_group="io"),

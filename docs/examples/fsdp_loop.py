@@ -1,6 +1,7 @@
 """A model that FSDP2 shards, over a loader that is pulled ahead.
 
-torchrun --nproc-per-node 2 fsdp_loop.py: on several ranks. Without torchrun it is one rank.
+Run it on several ranks with torchrun --nproc-per-node 2 fsdp_loop.py, or on one rank without
+torchrun.
 """
 
 import os
@@ -32,22 +33,22 @@ loader = DataLoader(rows, batch_size=4, sampler=sampler, num_workers=1)
 
 @swpipe.task(pure=True)
 def decode(ctx):
-    """Runs ahead, on a thread of its own: it has no collective."""
+    """Decode the batch; this task has no collective, and runs ahead on a separate thread."""
     ctx.x = ctx.batch[0] * 2
 
 
 def forward(ctx):
-    """Gathers the shards; as everything that follows, on this thread and in order on all ranks."""
+    """Gather the shards; from here on, tasks run on the caller's thread, in order on all ranks."""
     ctx.loss = model(ctx.x).square().mean()
 
 
 def backward(ctx):
-    """Gathers them again, and reduces the gradients."""
+    """Gather the shards again, and reduce the gradients."""
     ctx.loss.backward()
 
 
 def step(ctx):
-    """Each rank updates its shards."""
+    """Update the shards of this rank."""
     optimizer.step()
     optimizer.zero_grad()
 

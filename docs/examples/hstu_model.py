@@ -37,7 +37,7 @@ ACTIONS = 11
 
 
 class Event(NamedTuple):
-    """A user has rated an item.
+    """An item, and how a user rated it.
 
     Attributes:
         item: A row of the table of items.
@@ -52,7 +52,7 @@ class Event(NamedTuple):
 
 @dataclass
 class SequenceBatch(Pipelineable):
-    """The histories of B users, in all T events; some may be empty.
+    """The histories of B users, with T events in all; some may be empty.
 
     Attributes:
         ids: Features "item" and "action", one pair for each event, in order of time.
@@ -64,7 +64,7 @@ class SequenceBatch(Pipelineable):
 
     @classmethod
     def of(cls, histories: Sequence[Sequence[Event]]) -> SequenceBatch:
-        """A batch on the host."""
+        """Return a batch on the host."""
         events = [event for history in histories for event in history]
         items, actions, times = (
             torch.tensor([event[part] for event in events], dtype=torch.int64) for part in range(3)
@@ -83,30 +83,30 @@ class SequenceBatch(Pipelineable):
         )
 
     def to(self, device: torch.device, non_blocking: bool = False) -> SequenceBatch:
-        """The batch on a device."""
+        """Return the batch on a device."""
         return SequenceBatch(
             self.ids.to(device, non_blocking=non_blocking),
             self.times.to(device, non_blocking=non_blocking),
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Another stream uses the tensors; TorchRec asks batches for this."""
+        """Note that another stream uses the tensors; TorchRec calls this."""
         self.ids.record_stream(stream)
         self.times.record_stream(stream)
 
     def pin_memory(self) -> SequenceBatch:
-        """The batch in page-locked memory, from which a GPU copies by itself."""
+        """Return the batch in page-locked memory, from which a GPU copies asynchronously."""
         times = self.times
         pinned = JaggedTensor(times.values().pin_memory(), lengths=times.lengths().pin_memory())
         return SequenceBatch(self.ids.pin_memory(), pinned)
 
     def num_loss_tokens(self) -> Tensor:
-        """How many losses this rank has: one for each event."""
+        """Return how many losses this rank has: one for each event."""
         values: Tensor = self.times.values()
         return values.new_full((), len(values), dtype=torch.float32)
 
     def work(self) -> Tensor:
-        """The work of each history, [B], for a shuffler that balances it: pairs of events."""
+        """Return the work of each history, [B], by which a shuffler balances: pairs of events."""
         lengths: Tensor = self.times.lengths()
         return lengths.float().square()
 
@@ -119,7 +119,7 @@ _BUCKET_WIDTH = 0.301  # of the natural logarithm of the seconds
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the tokens of jagged sequences lie in padded ones.
+    """The places of the tokens of jagged sequences in padded ones.
 
     Attributes:
         rows: The sequence of each token, [T].
@@ -135,11 +135,11 @@ class Places:
 
     @classmethod
     def of(cls, lengths: Tensor, tokens: int, longest: int) -> Places:
-        """Of sequences with these lengths, [B]; ``tokens`` is their sum, known on the host.
+        """Return the places for sequences of these lengths, [B].
 
         Raises:
             ValueError: A sequence is longer than ``longest``. On other devices than the CPU this is
-                an error of the device, since looking would make the host wait.
+                an error of the device, since a check would make the host wait.
         """
         if lengths.is_cpu and lengths.numel() and int(lengths.max()) > longest:
             raise ValueError(
@@ -153,17 +153,17 @@ class Places:
         return cls(rows, columns, len(lengths), longest)
 
     def pad(self, tokens: Tensor) -> Tensor:
-        """[T, ...] to [B, N, ...], with zeros where there is no token."""
+        """Return tokens [T, ...] as [B, N, ...], with zeros where there is no token."""
         padded = tokens.new_zeros(self.batch, self.longest, *tokens.shape[1:])
         return padded.index_put((self.rows, self.columns), tokens)
 
     def take(self, padded: Tensor) -> Tensor:
-        """[B, N, ...] to [T, ...]."""
+        """Return padded tokens [B, N, ...] as [T, ...]."""
         return padded[self.rows, self.columns]
 
 
 class RelativeBias(nn.Module):
-    """The bias of each pair of tokens: of their distance, and of the time between them.
+    """The bias of each pair of tokens, by their distance and by the time between them.
 
     Args:
         longest: The greatest number of tokens in a sequence.
@@ -180,7 +180,7 @@ class RelativeBias(nn.Module):
         self.register_buffer("distance", distance, persistent=False)
 
     def forward(self, times: Tensor) -> Tensor:
-        """From padded times in seconds, [B, N], to [B, N, N]: token, earlier token."""
+        """Return the biases [B, N, N] (token, earlier token) of padded times in seconds, [B, N]."""
         between = (times[:, :, None] - times[:, None, :]).abs().clamp(min=1)
         bucket = (between.double().log() / _BUCKET_WIDTH).long().clamp(max=TIME_BUCKETS - 1)
         embedding = nn.functional.embedding
@@ -189,11 +189,11 @@ class RelativeBias(nn.Module):
 
 
 class HSTULayer(nn.Module):
-    """One layer.
+    """A layer of HSTU.
 
     Args:
-        width: Of a token, D.
-        heads: How many; they divide the width.
+        width: The width of a token, D.
+        heads: The number of heads; it divides the width.
         longest: The greatest number of tokens in a sequence, N.
 
     Raises:
@@ -216,7 +216,7 @@ class HSTULayer(nn.Module):
         self.register_buffer("later", later, persistent=False)
 
     def forward(self, tokens: Tensor, times: Tensor, places: Places) -> Tensor:
-        """From tokens [T, D] and their times in seconds, [T], to tokens [T, D]."""
+        """Return tokens [T, D] for tokens [T, D] and their times in seconds, [T]."""
         mixed = nn.functional.silu(self.project(self.norm(tokens)))
         gate, *rest = mixed.chunk(4, dim=1)
         value, query, key = (
@@ -232,20 +232,20 @@ class HSTULayer(nn.Module):
 
 
 TASKS = {"liked": 8, "loved": 10}
-"""What is predicted, and the least action that counts as it."""
+"""The predictions, and the least action for which each is true."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankingConfig:
-    """Sizes of the model. The defaults are modest: they suit two CPU cores.
+    """The sizes of the model. The defaults are small: they suit two CPU cores.
 
     Attributes:
         items: Rows of the table of items.
-        width: Of an embedding and of a token.
-        heads: Of the attention; they divide the width.
-        layers: How many.
+        width: The width of an embedding and of a token.
+        heads: The number of heads of the attention; it divides the width.
+        layers: The number of layers.
         longest: The greatest number of events in a history.
-        learning_rate: Of Adagrad, for all parameters.
+        learning_rate: Adagrad's learning rate, for all parameters.
     """
 
     items: int = 2048
@@ -298,7 +298,7 @@ class HSTURanking(nn.Module):
         self.longest = longest
 
     def forward(self, batch: SequenceBatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """From a batch of T events to its losses, and logits and labels without a graph.
+        """Return the losses of a batch of T events, and logits and labels without a graph.
 
         Returns:
             The losses [T], added over the tasks; logits [T, tasks] and labels [T, tasks].
@@ -318,7 +318,7 @@ class HSTURanking(nn.Module):
 
 
 def labels_of(batch: SequenceBatch) -> Tensor:
-    """What the model is to predict, 0 or 1: [T, tasks] float32."""
+    """Return what the model is to predict, 0 or 1: [T, tasks] float32."""
     actions = batch.ids[ACTION].values()
     return torch.stack([actions >= least for least in TASKS.values()], dim=1).float()
 
@@ -326,7 +326,7 @@ def labels_of(batch: SequenceBatch) -> Tensor:
 def generate_ratings(
     users: int, items: int, longest: int, seed: int, *, least: int = 1
 ) -> list[list[Event]]:
-    """Histories drawn from a model of tastes, which a ranking model can learn up to a limit.
+    """Draw histories from a model of tastes, which a ranking model can learn in part.
 
     An item's rating follows its quality, how well it suits the user, and chance; users come back to
     what suits them. Histories have ``least`` to ``longest`` events.

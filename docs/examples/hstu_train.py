@@ -1,4 +1,4 @@
-"""A small HSTU ranking model under several maps of threads, beside a loop that overlaps nothing."""
+"""A small HSTU ranking model under several thread presets, and in a loop without overlap."""
 
 import torch
 from hstu_model import HSTURanking, RankingConfig, SequenceBatch, generate_ratings

@@ -10,7 +10,7 @@ from swpipe.plans import prefetch_plan
 
 
 class Model(lightning.LightningModule):
-    """Its tasks are methods; ``automatic_optimization`` is off, since they step."""
+    """A module whose methods are the tasks; they step, so ``automatic_optimization`` is off."""
 
     automatic_optimization = False
 

@@ -9,7 +9,7 @@ import swpipe
 
 @swpipe.task(pure=True)
 def decode(ctx):
-    """Runs ahead of the Trainer's loop, on a thread of its own."""
+    """Decode the batch; this task runs ahead of the Trainer's loop, on a separate thread."""
     ctx.x = ctx.batch[0] * 2
 
 

@@ -1,4 +1,4 @@
-"""Logs of an overlapped loop: losses from its body, the times of its tasks by an observer."""
+"""Logs of an overlapped loop: its body logs losses, an observer measures the tasks' times."""
 
 import time
 
@@ -12,22 +12,22 @@ EVERY = 5
 
 
 class Writer:
-    """Keeps what it is given; any object with ``add_scalar(tag, value, step)`` will do."""
+    """A log in memory; any object with ``add_scalar(tag, value, step)`` can replace it."""
 
     def __init__(self):
         self.steps = {}
 
     def add_scalar(self, tag, value, step):
-        """As that of TensorBoard's SummaryWriter, which also stores the value."""
+        """Note the step, as TensorBoard's SummaryWriter does; that also stores the value."""
         assert isinstance(value, float)
         self.steps.setdefault(tag, []).append(step)
 
 
 class TaskTimes(Observer):
-    """How long each task took, by iteration.
+    """The time that each task took, by iteration.
 
-    It is called on the thread that runs the task, and for iterations that the loop's body gets
-    later. So it keeps the times, and the body writes them.
+    An observer is called on the thread that runs the task, also for iterations that the loop's body
+    gets later. Therefore it keeps the times, and the body writes them.
     """
 
     def __init__(self):
@@ -35,17 +35,17 @@ class TaskTimes(Observer):
         self._took_ms = {}
 
     def start(self, ins, iteration):
-        """The task starts."""
+        """Note when a task starts."""
         self._began[ins.task, iteration] = time.perf_counter()
 
     def stop(self, ins, iteration, exists=True):
-        """The task has ended; at the end of the data there is no such iteration."""
+        """Note how long a task took; ``exists`` is false at the end of the data."""
         took_ms = 1e3 * (time.perf_counter() - self._began.pop((ins.task, iteration)))
         if exists:
             self._took_ms.setdefault(iteration, {})[ins.task.strip("<>")] = took_ms
 
     def pop(self, iteration):
-        """All tasks of an iteration that the body has got."""
+        """Return the times of all tasks of an iteration, which the body has got."""
         return self._took_ms.pop(iteration)
 
 
@@ -58,23 +58,23 @@ loader = DataLoader(rows, batch_size=4, shuffle=True, num_workers=1)
 
 @swpipe.task(pure=True)
 def decode(ctx):
-    """Runs ahead, on a thread of its own."""
+    """Decode the batch; this task runs ahead, on a separate thread."""
     ctx.x = ctx.batch[0] * 2
 
 
 def forward(ctx):
-    """As everything that follows, on this thread."""
+    """Compute the loss; this task and all later ones run on the caller's thread."""
     ctx.loss = model(ctx.x).square().mean()
 
 
 def backward(ctx):
-    """As in a plain loop."""
+    """Compute the gradients."""
     optimizer.zero_grad()
     ctx.loss.backward()
 
 
 def step(ctx):
-    """As in a plain loop."""
+    """Update the parameters."""
     optimizer.step()
 
 

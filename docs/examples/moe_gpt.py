@@ -24,7 +24,7 @@ from swpipe.tasks.transformer import Linear, Routed, TransformerModelChunkSchedu
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """The whole model's sizes. ``layer_types`` has "dense" or "moe" for each layer."""
+    """The sizes of the whole model. ``layer_types`` has "dense" or "moe" for each layer."""
 
     num_layers: int
     hidden_size: int
@@ -50,21 +50,21 @@ class TransformerConfig:
 
 @dataclass
 class PendingExchange:
-    """Rows on their way: what they are written to, what they are read from, the collective."""
+    """Rows that are being exchanged: where they arrive, what is sent, and the collective."""
 
     received: torch.Tensor
     sent: torch.Tensor
     handle: dist.Work | None = None
 
     def wait(self):
-        """The rows, when they are here."""
+        """Wait for the rows, and return them."""
         if self.handle is not None:
             self.handle.wait()
         return self.received
 
 
 def start_exchange(rows, receive, send, group):
-    """Begin to send each rank its rows; ``receive`` and ``send`` say how many."""
+    """Begin to send rows to each rank; ``receive`` and ``send`` are their numbers."""
     rows = rows.detach()
     if len(send) == 1:
         return PendingExchange(rows, rows)
@@ -75,7 +75,7 @@ def start_exchange(rows, receive, send, group):
 
 
 class Routing:
-    """Where rows go: ``order`` sorts tokens x k; ``sent`` counts, (ranks, experts of a rank)."""
+    """The places that rows go to: ``order`` sorts tokens x k; ``sent`` counts, (ranks, experts)."""
 
     def __init__(self, order, sent, counts, group):
         self.order, self.sent, self.counts, self.group = order, sent, counts, group
@@ -84,7 +84,7 @@ class Routing:
 
     @property
     def received(self):
-        """As ``sent``, of the rows that come; waits for the counts."""
+        """The counts of the rows that come, like ``sent``; waits for them."""
         if self._received is None:
             self._received = self.counts.wait().tolist()
         return self._received
@@ -98,7 +98,7 @@ class Routing:
 
 
 class Exchange(torch.autograd.Function):
-    """At once, with a gradient: the exchange in the other direction."""
+    """An exchange that is waited for at once; its gradient is exchanged back."""
 
     @staticmethod
     def forward(ctx, rows, routing, to_experts):
@@ -140,7 +140,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert = None if shared is None else Mlp(config.hidden_size, shared)
 
     def route(self, hidden, padding_mask=None):
-        """Rows (N·k, hidden), weights (N, k), 0 of tokens that are none, and where the rows go."""
+        """Return rows (N·k, hidden), weights (N, k), 0 for padding, and where the rows go."""
         flat = hidden.flatten(0, 1)
         probabilities = functional.softmax(self.router(flat).float(), dim=-1).to(flat.dtype)
         weights, chosen = probabilities.topk(self.topk, dim=-1)
@@ -155,7 +155,7 @@ class MixtureOfExperts(nn.Module):
         return rows, weights, Routing(order, counts.tolist(), pending, self.group)
 
     def compute(self, rows, routing):
-        """Each row through its expert; rows come by rank, then by expert, and leave so."""
+        """Pass each row through its expert; rows come and leave by rank, then by expert."""
         parts = torch.split(rows, [count for counts in routing.received for count in counts])
         done = []
         for number, expert in enumerate(self.experts.values()):
@@ -164,7 +164,7 @@ class MixtureOfExperts(nn.Module):
         return torch.cat([part for source in zip(*done, strict=True) for part in source])
 
     def merge(self, rows, weights, routing):
-        """(N, hidden): for each token the weighted sum of its rows."""
+        """Return for each token the weighted sum of its rows, (N, hidden)."""
         places = torch.empty_like(routing.order)
         places[routing.order] = torch.arange(len(places), device=places.device)
         by_token = rows[places].view(*weights.shape, -1)
@@ -175,9 +175,9 @@ class MixtureOfExperts(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Scaled dot-product attention of several heads; causal without a mask.
+    """Scaled dot-product attention with several heads; causal without a mask.
 
-    The mask is True where a key is hidden from a query, as Megatron's.
+    The mask is True where a key is hidden from a query, as in Megatron.
     """
 
     def __init__(self, config):
@@ -198,7 +198,7 @@ class SelfAttention(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """A norm before each half, and a residual around it. What a schedule asks of a layer."""
+    """A layer with a norm before each half and a residual around it, for layer schedules."""
 
     def __init__(self, config, group=None):
         super().__init__()
@@ -222,7 +222,7 @@ class TransformerLayer(nn.Module):
 
 
 class MoeTransformerLayer(TransformerLayer):
-    """With experts on the ranks of a group: what a schedule asks besides."""
+    """A layer with experts on the ranks of a group, and the further methods for schedules."""
 
     def make_mlp(self, group):
         self.expert_group = group
@@ -283,10 +283,10 @@ class MultiTokenPredictionLayer(nn.Module):
 
 
 class GPTModel(nn.Module):
-    """Some consecutive layers, with the model's beginning and its end where asked for.
+    """Some consecutive layers, and on request the model's beginning and its end.
 
-    Parameters have the names and the initial values of those of the whole model: chunks that are
-    made on different ranks are the parts of one model, bit for bit.
+    Parameters have the names and initial values of the whole model's: chunks that are made on
+    different ranks are the parts of one model, bit for bit.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class GPTModel(nn.Module):
 
     @torch.no_grad()
     def init_parameters(self):
-        """Biases 0, weights of norms 1, others normal by the seed and their global names alone."""
+        """Set biases to 0, weights of norms to 1; draw others by seed and global name."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
@@ -360,8 +360,10 @@ class GPTModel(nn.Module):
         loss_mask=None,
         padding_mask=None,
     ):
-        """Logits, or with labels the loss of each token, (batch, sequence); of a chunk without the
-        output layer hidden states. ``inputs`` are ids, or what the chunk before has returned.
+        """Return logits, or with labels the loss of each token, (batch, sequence).
+
+        A chunk without the output layer returns hidden states. ``inputs`` are ids, or what the
+        previous chunk has returned.
         """
         hidden = self.embed(inputs, position_ids) if self.pre_process else inputs
         for layer in self.decoder_layers:
@@ -381,7 +383,7 @@ class GPTModel(nn.Module):
         return self.word(input_ids) + self.position(position_ids)
 
     def further_losses(self, mtp, hidden, labels, loss_mask=None):
-        """The last positions, of which the token to predict is not known, add nothing."""
+        """Return the losses; the last positions, whose token to predict is unknown, add nothing."""
         mask = torch.ones_like(labels, dtype=hidden.dtype) if loss_mask is None else loss_mask
         losses = token_losses(self.logits(mtp.final_norm(hidden)), mtp.moved(labels))
         weight = self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers
@@ -403,12 +405,12 @@ class GPTModel(nn.Module):
         return functional.linear(hidden, layer.weight)
 
     def build_schedule_plan(self, *args, **more):
-        """The nodes of this chunk for one microbatch, by Megatron's name."""
+        """Return the nodes of this chunk for one microbatch; Megatron calls it by this name."""
         return TransformerModelChunkSchedulePlan(self, *args, **more)
 
 
 def token_losses(logits, labels):
-    """Cross entropy of each token, (batch, sequence), from logits (batch, sequence, vocabulary)."""
+    """Return the cross entropy of each token, (batch, sequence), from logits (..., vocabulary)."""
     flat = functional.cross_entropy(
         logits.flatten(0, 1).float(), labels.flatten(), reduction="none"
     )
@@ -416,5 +418,5 @@ def token_losses(logits, labels):
 
 
 def mean_loss(logits, labels):
-    """The mean of ``token_losses``: the loss function of a pipeline's last stage."""
+    """Return the mean of ``token_losses``, for a pipeline's last stage."""
     return token_losses(logits, labels).mean()

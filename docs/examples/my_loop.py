@@ -1,4 +1,4 @@
-"""A loop of your own for the command line, as in swpipe profile --workload my_loop:loop."""
+"""A loop for the command line: swpipe profile --workload my_loop:loop."""
 
 import time
 
@@ -8,7 +8,7 @@ from swpipe import task
 
 
 def loop():
-    """Tasks in serial order, and batches: a list, a loader or a generator."""
+    """Return tasks in serial order, and batches: a list, a loader or a generator."""
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.Adam(model.parameters())
 

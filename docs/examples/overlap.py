@@ -20,7 +20,7 @@ class Rows(Dataset):
 
 
 def make():
-    """The usual parts of a training loop, as four functions."""
+    """Return the usual parts of a training loop, as four functions."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters())

@@ -1,4 +1,4 @@
-"""The same loop, with the loader on a thread of its own."""
+"""The same loop, with the loader on a separate thread."""
 
 import time
 

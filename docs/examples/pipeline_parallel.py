@@ -15,7 +15,7 @@ MICROBATCHES, LAYERS, WORDS, FEATURES = 4, 8, 50, 32
 
 
 def load(number):
-    """Each rank loads the whole batch; a rank uses what its stages need."""
+    """Return the whole batch; a rank uses what its stages need."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(WORDS, (8, 9), generator=generator)
     return (tokens[:, :-1],), tokens[:, 1:]
@@ -26,7 +26,7 @@ def mean_loss(logits, labels):
 
 
 def layer(number):
-    """It begins with the same values, on whatever rank it is made."""
+    """Return a layer; its values do not depend on the rank that makes it."""
     torch.manual_seed(number)
     if number == 0:
         return nn.Embedding(WORDS, FEATURES)

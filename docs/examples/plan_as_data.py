@@ -4,7 +4,7 @@ from swpipe import PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
 
 
 def nothing(ctx):
-    """Any work."""
+    """Do nothing, where a task would work."""
 
 
 tasks = [PipelineTask(name, nothing) for name in ("decode", "copy", "forward", "backward", "step")]

@@ -1,4 +1,4 @@
-"""What plans hold at most, and a plan within a limit."""
+"""The most that plans hold, and a plan within a limit."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The planners side by side on a training step, under one simulator."""
+"""The planners compared on a training step, under one simulator."""
 
 from dataclasses import replace
 from itertools import pairwise

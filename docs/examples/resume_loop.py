@@ -25,7 +25,7 @@ class Rows(Dataset):
 
 
 def train(make_loader, rows, seed, stop_after=None):
-    """One process of the job; returns its losses by the iteration's number."""
+    """Run one process of the job, and return its losses by iteration."""
     torch.manual_seed(seed)
     loader = make_loader(rows, batch_size=4, shuffle=True)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))

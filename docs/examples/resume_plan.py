@@ -1,4 +1,4 @@
-"""A job over a plan of its own that is stopped in mid-epoch, and goes on under another plan."""
+"""A job over a hand-written plan that is stopped in mid-epoch, and goes on under another plan."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ class Rows(Dataset):
 
 
 def train(plan, seed, stop_after=None):
-    """One process of the job; returns its losses by the iteration's number."""
+    """Run one process of the job, and return its losses by iteration."""
     torch.manual_seed(seed)
     loader = DataLoader(Rows(), batch_size=4, shuffle=True)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))

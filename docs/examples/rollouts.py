@@ -14,7 +14,7 @@ def new_policy():
 
 
 def rollout(weights, prompt):
-    """A group of answers to one prompt, and how good each is: 1 for the right one."""
+    """Return a group of answers to one prompt, and the reward of each: 1 for the right one."""
     torch.set_num_threads(1)
     draws = torch.Generator().manual_seed(prompt)  # a rollout depends on weights and prompt alone
     state = torch.randn(4, generator=draws)

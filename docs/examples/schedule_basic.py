@@ -1,4 +1,4 @@
-"""The same loop by a schedule: the next batch is copied while this one is trained on."""
+"""The same loop by a schedule: the next batch is copied while the model trains on this one."""
 
 import time
 

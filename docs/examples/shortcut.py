@@ -1,4 +1,4 @@
-"""A shortcut task is not run: its outputs come back, and the graph upstream of it gets zeros."""
+"""A shortcut task is not run: its outputs are put back, and the graph before it gets zeros."""
 
 import torch
 

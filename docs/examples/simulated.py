@@ -1,4 +1,4 @@
-"""A plan on paper: its timeline, its interval, what limits it, and what would be possible."""
+"""A simulated plan: its timeline, its interval, what limits it, and what would be possible."""
 
 from swpipe import PipelinePlan, TaskSchedule
 from swpipe.planning import lower_bounds, simulate

@@ -1,4 +1,4 @@
-"""What really ran when: three stages on three threads, as a picture and in figures."""
+"""The actual times of three stages on three threads, as a picture and in figures."""
 
 import time
 from pathlib import Path
@@ -8,7 +8,7 @@ from swpipe.trace import Trace
 
 
 def blocks(name, ms):
-    """A task that blocks its thread, as reading a file or a collective's sizes do."""
+    """Do the work of a task that blocks its thread, as reading a file does."""
     return PipelineTask(name, lambda ctx: time.sleep(ms / 1000))
 
 

@@ -1,4 +1,4 @@
-"""A sharded model trained by name: alone, or under torchrun --nproc-per-node N."""
+"""A sharded model trained by a pipeline's name: alone, or under torchrun --nproc-per-node N."""
 
 import os
 import warnings
@@ -11,7 +11,7 @@ from torch import nn
 from swpipe.tasks.torchrec import PipelineFactory
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what TorchRec says of itself
+    warnings.simplefilter("ignore")  # of TorchRec
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.distributed import DistributedModelParallel
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward

@@ -12,7 +12,7 @@ from swpipe.loops import ResumableLoop
 from swpipe.tasks.torchrec import PrefetchTrainPipelineSparseDist
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what TorchRec says of itself
+    warnings.simplefilter("ignore")  # of TorchRec
     from torchdata.stateful_dataloader import StatefulDataLoader
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.distributed import DistributedModelParallel
@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-warnings.simplefilter("ignore", UserWarning)  # what torch says of its own checkpoints
+warnings.simplefilter("ignore", UserWarning)  # of torch about its checkpoints
 warnings.simplefilter("ignore", FutureWarning)
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ class Model(nn.Module):
 
 
 def job():
-    """What a process makes at its start."""
+    """Return what a process makes at its start."""
     model = Model()
     apply_optimizer_in_backward(torch.optim.Adagrad, model.tables.parameters(), {"lr": 0.1})
     model = DistributedModelParallel(model, device=CPU)
@@ -82,13 +82,13 @@ def job():
 
 
 def save(model, optimizer, loop):
-    """A checkpoint in the body of the loop."""
+    """Write a checkpoint in the body of the loop."""
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id="at")
     torch.save(loop.state_dict(), f"loop{dist.get_rank()}.pt")
 
 
 def load(model, optimizer, loop):
-    """Go on from it, in a new process."""
+    """Go on from the checkpoint, in a new process."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.load(state, checkpoint_id="at")
     model.load_state_dict(state["model"])

@@ -1,6 +1,6 @@
-"""Makes the picture of steps by plan and number of ranks: python docs/images/many_ranks.py
+"""Make the picture of steps by plan and number of ranks: python docs/images/many_ranks.py
 
-All is simulated, so that it does not matter what else the machine does. It takes a minute, needs
+All is simulated, so that other processes on the machine do not matter. It takes a minute, needs
 matplotlib, and prints the steps.
 """
 

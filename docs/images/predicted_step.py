@@ -1,4 +1,4 @@
-"""Makes the picture of a predicted step above a measured: python docs/images/predicted_step.py
+"""Make the picture of a predicted and a measured step: python docs/images/predicted_step.py
 
 Four ranks of gloo run torch's ZBV on stages that sleep. Run it on an idle machine; it takes 20 s,
 needs matplotlib, and prints both steps.
@@ -23,7 +23,7 @@ COLORS = 64  # more make the file larger, and no clearer
 
 
 def main() -> None:
-    """Draw one step, and print how long it was predicted and measured to take."""
+    """Draw one step, and print its predicted and its measured time."""
     with Ranks(RANKS, deadline_s=200.0) as ranks:
         of_ranks = ranks.run(predicted_schedules.traced, "ZBV", 1.0)
     report = of_ranks[0][0]

@@ -1,7 +1,7 @@
-"""Makes the pictures of reports: python docs/images/screenshots.py [NAME ...]
+"""Make the pictures of reports: python docs/images/screenshots.py [NAME ...]
 
-Each report is measured here and now, in a folder of its own, and its first screen photographed by
-Debian's Chromium. Run it on an idle machine. It prints what the reports print.
+It writes each report in a temporary folder, prints what the report prints, and photographs its
+first screen with Debian's Chromium. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ ONE = (sys.executable, "-m", "swpipe", "report")
 REPORTS = {
     "report": (*ONE, "my_loop:loop", "--device", "cpu", "--rounds", "10"),
 }
-"""Picture to the command that writes the report."""
+"""The command that writes the report, by picture."""
 
 SCREEN = (1040, 640)
 COLORS = 64  # of a picture; more make the file larger, and no clearer
 
 
 def photograph(page: Path, picture: Path) -> None:
-    """The first screen of a page."""
+    """Write the first screen of a page as a picture."""
     with tempfile.TemporaryDirectory() as profile:
         flags = (
             *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -44,7 +44,7 @@ def photograph(page: Path, picture: Path) -> None:
 
 
 def main(names: list[str]) -> None:
-    """Make the pictures of these names; of all, if there are none."""
+    """Make the pictures with these names, or all."""
     for name in names or REPORTS:
         with tempfile.TemporaryDirectory() as folder:
             page = Path(folder, "report.html")

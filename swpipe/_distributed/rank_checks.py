@@ -154,7 +154,7 @@ def check_same_plan(plan: PipelinePlan, seed: int | None = None) -> None:
     if len(set(digests)) > 1:
         held: list[Facts] = gather(plan_facts(plan))
         raise RuntimeError(
-            "the ranks hold different plans, and would wait for each other's collectives for ever: "
+            "the ranks hold different plans, and would wait for each other's collectives forever: "
             f"{differences(held)}. "
             "Give every rank the same plan (PipelinePlan.digest tells plans apart)"
         )
@@ -205,7 +205,7 @@ def check_same_shortcuts(
         ]
         raise RuntimeError(
             "the ranks would shortcut different tasks, or tasks of different plans, and wait for "
-            f"each other's collectives for ever: {differences(held)}. Enable the same tasks on all "
+            f"each other's collectives forever: {differences(held)}. Enable the same tasks on all "
             "ranks, and disable the same, in the same order"
         )
 
@@ -219,8 +219,8 @@ def answers_of_ranks(
         store: The store.
         keys: The key that each rank writes, by rank.
         timeout_s: The largest time in seconds to wait.
-        omission: What a rank that has not written its key did not do, for an error.
-        advice: What to do about it.
+        omission: The step that a rank without a key has not done, for an error.
+        advice: The fix, for an error.
 
     Raises:
         RuntimeError: A rank has not written its key in time, or the store is gone.
@@ -268,7 +268,7 @@ def tell_failure(error: BaseException) -> None:
     try:
         cause = within(STORE_S, lambda: _cause(own))
     except RuntimeError as gone:
-        cause = f"whether another rank had failed before is not known: {gone}"
+        cause = f"it is not known whether another rank had failed before: {gone}"
     if cause:
         add_note(error, f"swpipe: {cause}")
 
@@ -348,10 +348,10 @@ def _cause(own: _Failure) -> str:
             break
         time.sleep(0.05)
     if first is None and silent:
-        may_be = "one of them may be" if len(silent) > 1 else "which may be"
+        it = "one of them" if len(silent) > 1 else "it"
         return (
-            f"{name_ranks(silent)} reported no failure, {may_be} the cause: killed, stopped, "
-            "or ended outside the pipeline"
+            f"{name_ranks(silent)} reported no failure; {it} may be the cause, if it was killed, "
+            "was stopped, or ended outside the pipeline"
         )
     # A stall on one rank loses the communication of the others.
     stalled = [failure for failure in recent if failure.kind == "stall"]

@@ -4,9 +4,9 @@
       make the stream current               devices with streams only, as are the next two
       make it wait for events               if there are some
         get the random generators           tasks with ``random=True`` only
-          tell the observers                only while somebody observes
+          call the observers                only if there are some
                 the task's function, or its shortcut
-      record the task's event               where somebody waits for it
+      record the task's event               if a task waits for it
       keep what the task removed            plans with several streams only
 
 Each layer is a function of the iteration that calls the layer below; a task has only the layers

@@ -139,7 +139,7 @@ class Driver(Generic[C]):
         self.access.enter(sys._getframe(1))
         # If an exception such as Ctrl-C interrupted the previous call, its run cannot continue: a
         # task may have run only in part. If a task of another pipeline makes this call, it lends
-        # its access to the random generators, or tasks of this pipeline would wait for ever.
+        # its access to the random generators, or tasks of this pipeline would wait forever.
         run = self.run
         if run is not None and (run.in_call or run.stopping) and run.interrupted:
             self._end_with_warning(run)
@@ -558,7 +558,7 @@ class Driver(Generic[C]):
             if run.finished:
                 self._errors.append(error)
             else:
-                text = f"swpipe: dropped, too, what the iterator raised: {type(error).__name__}"
+                text = f"swpipe: an error of the iterator is dropped, too: {type(error).__name__}"
                 notes.append(f"{text}: {error}")
         return notes
 

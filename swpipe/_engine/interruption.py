@@ -1,4 +1,4 @@
-"""The interruption of a thread that waits for ever, and the end of its rank if that fails.
+"""The interruption of a thread that waits forever, and the end of its rank if that fails.
 
 It is used by the watchdog of a run and by the limit on pulls over several ranks.
 """

@@ -64,7 +64,7 @@ class Engine:
         check: Begins a check of the memory that the tasks of one run touch, given the number of its
             first iteration; it may return None. None for no check.
         pull_check: Begins a check of the iterator of one run; None for no check.
-        releases: Which attributes are released after which task; None if all stay.
+        releases: The attributes that are released, by task; None if all stay.
         ends: Events at the ends of the last iterations' device work, by ``end_slot``; kept from one
             run to the next, so that short runs wait for the device as well. Empty without a launch
             limit.
@@ -119,7 +119,7 @@ class InFlightIterations:
         first: The pipeline's number of the run's first iteration; lanes count from 0.
         total: How many iterations the run has; ``FOREVER`` until its data has ended.
         depth: How many iterations may be in flight.
-        ring: For how many iterations events are kept.
+        ring: The number of iterations for which events are kept.
         slots: The iterations in flight, by number modulo depth; None in a free slot.
         check: The check of the memory that tasks touch; None for no check.
         generators: The run's access to the random number generators.

@@ -306,7 +306,7 @@ class Run:
         return handed_out
 
     def _goes_first(self, error: BaseException) -> bool:
-        """Return whether an error of the caller's thread goes before another thread's failure."""
+        """Return whether an error of the caller's thread takes precedence over another failure."""
         # After a stall, the error is the interrupt that the watchdog has sent.
         if isinstance(error, Cancelled) or self.stalled is not None:
             return False
@@ -455,7 +455,10 @@ class Run:
             # Raised by ``progress``, StopIteration means the end of the data: a task's
             # StopIteration would end the loop silently (compare PEP 479).
             cause = error
-            error = RuntimeError("a task raised StopIteration, which only the iterator may raise")
+            error = RuntimeError(
+                "a task raised StopIteration, which only the iterator may raise: catch it in the "
+                "task"
+            )
             error.__cause__ = cause
         self.stop(error)
         first = self.failure

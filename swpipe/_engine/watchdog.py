@@ -42,7 +42,7 @@ def checked_timeout(timeout_s: float | None) -> float | None:
     if timeout_s is None or (number and timeout_s > 0):
         return timeout_s
     raise ValueError(
-        f"stall_timeout_s is {timeout_s!r}: give seconds, above 0, or None to wait for ever"
+        f"stall_timeout_s is {timeout_s!r}: give seconds, above 0, or None to wait forever"
     )
 
 

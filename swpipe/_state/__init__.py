@@ -1,1 +1,1 @@
-"""State outside the context: found, saved, and restored bit for bit."""
+"""State outside the context: searched for, saved, and restored bit for bit."""

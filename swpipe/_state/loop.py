@@ -51,7 +51,7 @@ class LoopState:
     def __init__(self, tasks: Iterable[PipelineTask], state: Any, device: Device) -> None:
         self._shown = isinstance(state, Owners)
         self.owners = given_state(state)
-        # Only for shown state: whoever names the state explicitly may leave a scheduler out on
+        # Only for shown state: a user who names the state explicitly may leave a scheduler out on
         # purpose.
         for owner in self.owners if self._shown else ():
             if isinstance(owner.owner, Optimizer):

@@ -6,7 +6,7 @@ them stay valid (an optimizer's to its parameters, a view's to its base).
 - modules: parameters, buffers and other tensors among the attributes, their ``.grad`` or its
   absence, ``requires_grad``, the training flags, extra state;
 - optimizers: parameters, their state, and the options of the groups;
-- generators: the default ones of torch, Python and numpy, and those that were found;
+- generators: the default ones of torch, Python and numpy, and those that tasks use;
 - other objects: through ``state_dict`` and ``load_state_dict``.
 
 Plain objects within modules are not saved: a module has many, which share tensors with the module

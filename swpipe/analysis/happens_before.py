@@ -19,17 +19,17 @@ There are two relations:
 
 - *host*: the first task's function has returned before the second one's is called. Lanes pass their
   instructions and do their host waits in every period, whether the iteration exists or not.
-- *device*: the first task's device work is done before the other one's starts. Known of what one
-  stream was given by instructions in host order; through events, where both iterations exist; and
-  through ``<admit>``, which waits for the device work of the iteration ``depth + launch_limit``
-  before. What a loader has the device do is on the caller's stream. The work of a task of the host
-  alone is its function: no event comes before it, and it is done when that returns.
+- *device*: the first task's device work is done before the other one's starts. This is known for
+  work that instructions in host order give to one stream; through events, where both iterations
+  exist; and through ``<admit>``, which waits for the device work of the iteration
+  ``depth + launch_limit`` before. A loader's device work is on the caller's stream. The work of a
+  task of the host alone is its function: it waits for no event, and is done when it returns.
 
 **Any number of iterations.** "A on iteration i comes before B on iteration i + d" must hold for
-every i in a run of any length. It does exactly if it holds in the run of ``abs(d) + 1`` iterations
-from the one to the other: every step of a proof in that run has a counterpart in each longer run,
-and that run is itself one of those asked for. So each distance has a walk of its own. The pull
-that finds the end of the data waits for the device too, but a drained run ends without that pull:
+every i in a run of any length. This is equivalent to the run of the ``abs(d) + 1`` iterations from
+the one to the other: every step of a proof in that run has a counterpart in each longer run, and
+that run is itself one of those asked for. So each distance has a walk of its own. The pull that
+finds the end of the data waits for the device too, but a drained run ends without that pull:
 nothing relies on it.
 """
 
@@ -170,11 +170,11 @@ class HappensBefore:
         return cls(compile_plan(resolved, streams=streams))
 
     def keeps(self, first: str, then: str, distance: int, *, attribute: bool = False) -> bool:
-        """Whether this order is kept on the host and, with streams, on the device.
+        """Return whether this order is kept on the host and, with streams, on the device.
 
-        ``<pull>`` is the call of the loader, on whatever thread it is. ``<body>`` is what the
-        caller does after ``<retire>``, before it comes to the next instruction. Of an
-        ``attribute`` a task of the host alone uses no result of device work.
+        ``<pull>`` is the call of the loader, on any thread. ``<body>`` is what the caller does
+        after ``<retire>``, before it comes to the next instruction. If the order is about an
+        ``attribute``, and ``then`` is a task of the host alone, the order on the host is enough.
         """
         if not self._ask(first, then, distance, on_device=False):
             return False
@@ -212,7 +212,7 @@ class HappensBefore:
         return self._ask(first, then, distance, on_device=first not in SOURCES)
 
     def _ask(self, first: str, then: str, distance: int, *, on_device: bool) -> bool:
-        """Return what the walk for this distance says."""
+        """Return the answer of the walk for this distance."""
         iterations = abs(distance) + 1
         if iterations not in self._walks:
             self._walks[iterations] = _Walk(self.program, self._order, iterations)

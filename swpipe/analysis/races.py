@@ -204,7 +204,7 @@ def race_problems(
         pair = (violation.consumer, violation.producer)
         # Each proposal resolves a changed plan, which takes too long for very many violations.
         if number >= MOST_EXPLAINED:
-            text = f"{pair[0]!r} and {pair[1]!r} may run in the wrong order: see those above"
+            text = f"{pair[0]!r} and {pair[1]!r} may run in the wrong order: mend the others first"
             problems.append(Problem(text, pair))
             continue
         table = {name: touched for name, touched in effects.items() if name in pair}
@@ -325,7 +325,7 @@ def _shared(plan: PipelinePlan, names: Sequence[str], places: Sequence[Location]
 _PULLED = (
     "and the plan pulls batches ahead of the loop's body: use pipeline_depth=1 and no pull_group; "
     "or pass a loader that uses nothing that the loop changes, such as a DataLoader with workers, "
-    "as loader=; or declare with pull_ahead=True that yours uses nothing of the kind"
+    "as loader=; or declare with pull_ahead=True that yours does not"
 )
 _BEHIND = (
     "so it has to stay with the loop's body: in the last stage, on the caller's thread and stream. "

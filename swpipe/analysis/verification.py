@@ -83,7 +83,7 @@ def verify(
 
     The check is based on declarations: ``pure=True``, the states in ``io``, and ``effects``, which
     a recorded iteration gives. Undeclared code (a task, the loader, the loop's body) is assumed to
-    read and write every state that is not declared apart from it.
+    read and write every state that is not declared private.
 
     Args:
         plan: The plan.

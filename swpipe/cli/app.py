@@ -142,7 +142,7 @@ def profile(
     ] = False,
     batches: Annotated[
         int | None,
-        options.count("Batches to show side by side; none: a sample of all.", 100),
+        options.count("Batches to show side by side. Default: a sample of all.", 100),
     ] = None,
     rounds: Annotated[int, options.count("Visits to each task.", least=2)] = ROUNDS,
     seconds: Annotated[
@@ -150,7 +150,7 @@ def profile(
         typer.Option(
             min=0.1,
             metavar="S",
-            help="Measure for so long (on each of --batches), instead of --rounds.",
+            help="Seconds to measure (on each of --batches), instead of --rounds.",
         ),
     ] = None,
     output: Annotated[Path | None, options.file("OUT.json", "Write the figures as JSON.")] = None,
@@ -194,8 +194,8 @@ def report(
         str,
         typer.Argument(
             metavar="MODULE:FUNCTION",
-            help=f"Of yours, that returns (tasks, batches[, context]); or {DEFAULT}. None: find "
-            "what in the machine's settings keeps work from overlapping.",
+            help="A function of yours that returns (tasks, batches[, context]), or "
+            f"{DEFAULT}. None: find the machine's settings that keep work from overlapping.",
         ),
     ] = "",
     output: Annotated[
@@ -205,7 +205,7 @@ def report(
         str,
         typer.Option(
             metavar="pipelined|FILE.toml",
-            help="What the loop runs under: pipelined, in which leading pure tasks run ahead, or a "
+            help="The plan of the loop: pipelined, in which leading pure tasks run ahead, or a "
             "file.",
             show_default="the plain loop",
         ),
@@ -213,7 +213,7 @@ def report(
     rounds: Annotated[
         int | None,
         options.count(
-            "Visits to each task, and trials of each plan; none: 5, or 3 where steps are long.",
+            "Visits to each task, and trials of each plan. Default: 5, or 3 if steps are long.",
             1000,
             least=2,
         ),
@@ -398,7 +398,7 @@ def report_job(
 
 
 def format_settings(device: str | None) -> str:
-    """Return what in the machine's settings keeps work from overlapping; no loop runs."""
+    """Return the settings of the machine that keep work from overlapping; no loop runs."""
     from swpipe.reporting.environment import environment_findings
 
     findings = environment_findings(resolve(device), None, 0)

@@ -27,7 +27,7 @@ Device = Annotated[
     typer.Option(
         "--device",
         metavar="DEVICE",
-        help="Where the tasks work, in torch's words.",
+        help="The device of the tasks, as torch names it.",
         show_default="cpu for the image model, else the machine's accelerator",
     ),
 ]
@@ -56,4 +56,4 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-Steps = Annotated[int | None, count("Steps under each plan; none: once through the data.")]
+Steps = Annotated[int | None, count("Steps under each plan. Default: once through the data.")]

@@ -43,7 +43,8 @@ PlanName = Annotated[
     str, typer.Argument(metavar="PLAN", help="serial, pipelined, or FILE.toml or .json.")
 ]
 Costs = Annotated[
-    Path | None, options.file("COSTS.json", "What tasks cost; none: measured on the workload.")
+    Path | None,
+    options.file("COSTS.json", "Costs of the tasks. Default: measured on the workload."),
 ]
 KeepCosts = Annotated[
     Path | None,
@@ -169,7 +170,8 @@ def simulate(
 def auto(
     context: typer.Context,
     plan: Annotated[
-        str, typer.Argument(metavar="PLAN", help="Carries dependences; none: inferred.")
+        str,
+        typer.Argument(metavar="PLAN", help="Source of the dependences. Default: the workload."),
     ] = "",
     costs: Costs = None,
     workload: options.Workload = DEFAULT,
@@ -177,16 +179,18 @@ def auto(
     groups: Annotated[int, options.count("Thread groups at most.", MOST_ITERATIONS)] = 4,
     frozen: Annotated[
         list[str] | None,
-        typer.Option(metavar="TASK,TASK", help="Stay in the last stage, on the caller's thread."),
+        typer.Option(
+            metavar="TASK,TASK", help="Tasks to keep in the last stage, on the caller's thread."
+        ),
     ] = None,
     seconds: Annotated[
         float,
-        typer.Option(min=1, metavar="S", help="What measuring may take, about; without a PLAN."),
+        typer.Option(min=1, metavar="S", help="Seconds to measure, about, without a PLAN."),
     ] = TUNING_S,
     max_bytes: Annotated[
         int | None,
         typer.Option(
-            min=1, max=2**63 - 1, metavar="BYTES", help="What it may hold; --costs need memory."
+            min=1, max=2**63 - 1, metavar="BYTES", help="Memory limit; needs --costs with memory."
         ),
     ] = None,
     keep: KeepCosts = None,

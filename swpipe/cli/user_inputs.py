@@ -123,7 +123,7 @@ class Opened:
 
 
 def checked_device(workload: str, device: str | None) -> str | None:
-    """Return the device of a workload, by default that of its own.
+    """Return the given device for a workload, or by default the workload's own.
 
     Raises:
         UserError: The device does not work, or the workload cannot use it.

@@ -44,8 +44,8 @@ class TypedContext:
                 raise RuntimeError(f"iteration {number} has no attribute {name!r} any more: {why}")
             raise AttributeError(
                 f"iteration {number} has no attribute {name!r} (it has: "
-                f"{listed(sorted(attributes))}). The task that sets it has not run before this "
-                "one: add the dependence to the plan, or set it in an earlier task"
+                f"{listed(sorted(attributes))}): correct the name; or, if a task sets it that has "
+                "not run before this one, add the dependence to the plan, or set it earlier"
             )
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Costs of tasks: measured by the profiler, or written by hand for another machine."""
+"""Costs of tasks: measured by the profiler, or given by the user for another machine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TaskCost:
         return self.host_us + self.device_us
 
     def scaled(self, factor: float) -> TaskCost:
-        """Return the cost of a task whose every time is ``factor`` times as long."""
+        """Return the cost with every time multiplied by ``factor``."""
         return TaskCost.mean([self], factor)
 
     def each(self, iterations: int) -> Iterator[TaskCost]:

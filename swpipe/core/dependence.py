@@ -87,10 +87,10 @@ class ProposedStage(NamedTuple):
 
 
 class CycleError(Exception):
-    """An error about tasks that would each have to come after the next.
+    """An error about tasks of which each would have to come after the next.
 
     Attributes:
-        cycle: The names of the tasks; the first name stands again at the end.
+        cycle: The names of the tasks; the first name is repeated at the end.
     """
 
     def __init__(self, cycle: Sequence[str]) -> None:

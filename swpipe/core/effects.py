@@ -2,7 +2,7 @@
 
 A *location* is an attribute of the context, which each iteration has for itself, or a state, which
 persists between iterations. Undeclared code (a task, the body of the loop, a loader) is assumed to
-read and write every state that is not declared apart from it (``undeclared_effects``): the state
+read and write every state that is not declared private (``undeclared_effects``): the state
 ``UNDECLARED``, and each named state, as far as ``DeclaredIO.others`` allows. Two tasks *conflict*
 if both access a location and one of them writes it. A plan that orders all conflicts like a serial
 run gives the same numbers.
@@ -149,7 +149,7 @@ def undeclared_effects(
 ) -> Effects:
     """Return the effects of undeclared code, by the one rule for what declarations leave open.
 
-    They are all states, except those that are declared not to be touched by other code. The context
+    They are all states that ``beside`` names, except those that are declared not to be touched by other code. The context
     is left out, since each iteration has its own. What pure tasks use is apart by declaration.
 
     Args:
@@ -186,10 +186,10 @@ def with_the_others(
 
 
 def unnamed_changes(effects: EffectTable, declared: Declared) -> Effects:
-    """Return what undeclared code may touch of the states that tasks change and no task names.
+    """Return the states that tasks change and no task names, which undeclared code may use.
 
-    A task that names its states was seen to change another one: its declaration does not keep that
-    state apart from undeclared code.
+    If a task names its states but was seen to change another one, its declaration does not keep
+    that state private.
     """
     named = {place.name for touched in declared.named.values() for place in touched.places}
     changed = {

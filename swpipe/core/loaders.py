@@ -63,7 +63,7 @@ class LoaderAround:
 
     Attributes:
         loader: The inner loader.
-        touches: A description of what a pull may touch besides; empty for nothing.
+        touches: A description of what else a pull may touch; empty for nothing.
     """
 
     loader: Any
@@ -84,7 +84,7 @@ def is_apart(loader: Any, *, draws_watched: bool = False) -> bool:
 
 
 def why_not_apart(loader: Any, *, draws_watched: bool = False) -> tuple[str, str] | None:
-    """Return what is not known of a loader, and what to do about it; None for one that is apart."""
+    """Return why a loader may not be apart, and what to do; None if it is apart."""
     if type(loader) in SEQUENCES:
         return None
     if isinstance(loader, LoaderAround):

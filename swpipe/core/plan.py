@@ -71,10 +71,9 @@ class TaskSchedule:
         stage: How many periods after an iteration is admitted the task runs on it; 0 to 999.
         stream: The name of a stream, or a ``torch.Stream``; None is the current stream of the
             caller of ``progress()``; ``swpipe.HOST`` says that the task works on the host alone: it
-            launches nothing, and uses no result of device work, though it may hand one on. No
-            event is recorded for it, so nobody waits for the stream it would have had. Whoever
-            comes after it waits for the device work that it comes after. Ignored on a device
-            without streams.
+            launches nothing, and uses no result of device work, though it may pass one on. It has
+            no event, so that no task waits for the stream that it would have had. Tasks after it
+            wait for the device work that it comes after. Ignored on a device without streams.
         thread_group: The host thread that submits the task; ``"default"`` is the caller's own.
         globally_ordered: Whether to submit the task in the same order on every rank, one at a time
             with all other tasks that set this: for collectives, and for tasks that launch them,
@@ -93,7 +92,7 @@ class TaskSchedule:
 
 
 def streams_of(entries: Iterable[TaskSchedule]) -> dict[StreamRef, None]:
-    """Return the streams that tasks name, in their order; ``HOST`` is none."""
+    """Return the streams that tasks name, in the order of the tasks, without ``HOST``."""
     # As a key: a ``torch.Stream`` takes whatever it is compared with for a stream.
     streams = [entry.stream for entry in entries]
     named: dict[StreamRef, None] = {s: None for s in streams if isinstance(s, str | torch.Stream)}

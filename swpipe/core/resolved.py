@@ -69,10 +69,14 @@ def dependences_of(plan: PipelinePlan) -> tuple[Dependence, ...]:
 def _period_order(plan: PipelinePlan, dependences: Sequence[Dependence]) -> tuple[str, ...]:
     """Return a topological order of the edges of lag 0.
 
-    Ties: ``plan.order``; what takes turns with older iterations and has an input that may be late
-    comes last; worker groups before the default group, so that a collective of the next batch whose
-    input is there takes its turn before this batch's backward, and overlaps with it; higher stages,
-    so that the oldest iteration is not stuck behind a newer one; declaration.
+    Where the edges leave a choice, these rules decide, the first one first:
+
+    1. ``plan.order``;
+    2. tasks that take turns with older iterations, and whose input may be late, come last;
+    3. worker groups before the default group: a collective of the next batch whose input exists
+       comes before this batch's backward, and overlaps with it;
+    4. higher stages first: the oldest iteration does not wait for a newer one;
+    5. the order of declaration.
     """
     edges = [dep[:2] for dep in dependences if dep.lag == 0]
     late = _late(plan, edges)

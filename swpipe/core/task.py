@@ -123,7 +123,7 @@ class PipelineTask:
         pure: Whether the task uses its context and values that nobody changes while the loop runs,
             and changes its context only (and, if ``random``, draws). It may then run ahead of
             other iterations. A task that is not pure and names no state in ``io`` is *undeclared*:
-            it may touch every state that is not declared apart from it. It keeps its serial order
+            it may touch every state that is not declared private. It keeps its serial order
             with all undeclared tasks, with the loop's body, and with tasks that name states
             without restricting ``others``.
         reads: The attributes of the context that the task uses: reads, modifies, replaces or

@@ -5,16 +5,16 @@
     restore                                                        (2)[ 1 to the device ]
 
 Guarantees
-    - Memory goes in the order of the compute stream, which waits for the copy first (1), and comes
-      from that stream again, which the copy back waits for (2). So its later work can use it, and
-      the peak is the same however far the host is ahead of the device.
-    - What is used again is there: the plan orders the restore before its user (3). What autograd
-      has saved is refused if it was modified before it was copied.
-    - Memory that outlives an iteration is whole at the iteration's end, so that the loop's body
-      and a checkpoint find it; after a failure, too.
+    - The compute stream waits for the copy to the host before memory is freed (1). Memory is
+      allocated on that stream again, and the copy back waits for it (2). So later work of this
+      stream can use the memory, and the peak does not depend on how far the host is ahead.
+    - Memory is back before it is used: the plan orders the restore before its user (3). A tensor
+      that autograd has saved is refused if it was modified before it was copied.
+    - Memory that outlives an iteration is back at the iteration's end, also after a failure, so
+      that the loop's body and a checkpoint find it.
 
 Assumptions
-    - The two tasks are in the thread group of those between which they stand.
+    - The two tasks are in the same thread group as the tasks between which they run.
     - Only tasks that name the pair's state use memory that outlives an iteration.
 
 Without streams, as on a CPU, the two tasks do nothing.
@@ -107,8 +107,8 @@ class _Memory:
 
     def copy_in(self, device: Device) -> None:
         """Copy the bytes back on the current stream, into memory of the home stream."""
-        # Allocated on the home stream: the allocator gives such memory again in that stream's
-        # order, so that nothing has to be recorded for the stream that copies.
+        # Allocated on the home stream: the allocator reuses such memory in that stream's order, so
+        # that nothing has to be recorded for the stream that copies.
         with device.on(self.home):
             if self.storage is None:
                 whole = torch.empty(self._size, dtype=torch.uint8, device=device.name)
@@ -222,7 +222,7 @@ class _Stashes:
     def copy_in(self, memories: Iterable[_Memory], device: Device) -> None:
         """Copy memories back on the current stream; memories that were not freed stay in place."""
         memories = [*memories]
-        # From here on memories go when backward drops them, and others may get their addresses.
+        # From here on, backward frees memories, and others may get their addresses.
         self._known.clear()
         # Memories that are needed again must not be freed by the copies that still wait.
         for _, copying in self._copying:
@@ -243,7 +243,7 @@ class Offload:
     the tasks by ``offloaded``, and schedule them by ``with_offload``.
 
     Args:
-        name: Of the pair, as in "stash layer3".
+        name: The name of the pair, as in "stash layer3".
         after: The task after which the memory goes to the host.
         before: The task that uses it again.
         device: The pipeline's device.
@@ -458,8 +458,8 @@ def with_offload(plan: PipelinePlan, pairs: Sequence[Offload]) -> PipelinePlan:
     order = [*resolved.period_order]
     schedule = dict(plan.schedule)
     deps = [*plan.deps]
-    # The copy of one pair overlaps the next task that saves, so that its memory goes before the
-    # one after that. Memory that outlives iterations names its task instead.
+    # The copy of one pair overlaps the next task that saves, so that its memory is freed before the
+    # task after that one. Memory that outlives iterations names its task instead.
     saving = [pair for pair in pairs if not pair.io]
     frees = {pair.name: later.after for pair, later in zip(saving, saving[2:], strict=False)}
     for pair in pairs:

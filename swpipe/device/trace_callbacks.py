@@ -15,7 +15,7 @@ def trace_callbacks(kind: str) -> Any:
     Raises:
         RuntimeError: torch has none for it.
     """
-    if kind == "cuda":  # which loads them when they are used
+    if kind == "cuda":  # torch imports this module on first use only
         import_module("torch.cuda._gpu_trace")
     registries = getattr(torch.get_device_module(kind), "_gpu_trace", None)
     if registries is None:

@@ -27,7 +27,7 @@ Assumptions
     - Anything that goes neither through torch's operators nor through the context is not seen:
       numpy, kernels launched directly, Python values, an optimizer's options, threads that a task
       starts.
-    - Gradients that are set or cleared by hand, not by autograd or an optimizer's ``zero_grad``,
+    - Gradients that are set or cleared manually, not by autograd or an optimizer's ``zero_grad``,
       are seen only on the thread that began the run, while no other task can run. The same applies
       to a gradient that was cleared while something else still refers to it.
     - A task's use of what a later iteration made in place of its own value is seen only when it
@@ -76,7 +76,7 @@ class _Watch:
         compared: Whether what the task touches is compared with other tasks, not only checked
             against ``pure=True``.
         gradients: Id of a parameter to its gradient, of those known when the task began.
-        alone: Whether the task runs on the thread that began the run, with no other task beside it.
+        alone: Whether the task runs on the thread that began the run, and no other task runs.
     """
 
     alone = False
@@ -188,7 +188,7 @@ class RunCheck:
             watch.gradients = self._gradients.present()
 
     def _runs_alone(self, watch: _Watch) -> bool:
-        """Return whether a task runs on the thread that began the run, with no task beside it."""
+        """Return whether a task runs on the thread that began the run, alone."""
         if threading.get_ident() != self._caller or self._running:
             return False
         number = watch.ctx.iter_idx

@@ -42,7 +42,7 @@ def notes_on(
         observed: All runs of tasks.
         transfers: Memory that passed between tasks without an attribute that shows it.
     """
-    # A state with one trained member counts as trained: whoever reads it may read that member.
+    # A state with one trained member counts as trained: a reader may read that member.
     inside = {name for name, items in states.items() if trained & {*items}}
     notes = [*_on_words(tasks, effects, inside), *_on_unseen(tasks, observed)]
     notes += [

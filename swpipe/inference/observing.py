@@ -200,7 +200,7 @@ def run_alone(task: PipelineTask, ctx: TypedContext, device: Device, seeds: Task
     try:
         with device.on(device.current_stream()), seeded:
             task.fn(ctx)
-    # Also Ctrl-C: whoever sees it knows by the note that the state is restored.
+    # Also Ctrl-C: the note says that the state is restored.
     except BaseException as error:
         add_note(
             error,

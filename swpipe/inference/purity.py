@@ -310,7 +310,7 @@ _CHANGED = (
     f"{_KEEP_IN_ORDER}"
 )
 _SWITCHED = (
-    "runs {what} whose mode, train or eval, the task or something beside it switches while the "
+    "runs {what} whose mode, train or eval, the task or other code switches while the "
     "loop runs: code that runs the module meanwhile runs it in the wrong mode. Set the mode before "
     "the loop, give the task a copy of the module, or take pure=True away"
 )

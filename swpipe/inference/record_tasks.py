@@ -39,7 +39,7 @@ def record(
     """Run a few iterations serially and record what each task reads and writes.
 
     A task's declarations count too; an undeclared task is also assumed to touch every state that is
-    not declared apart from it. If ``state`` is None, two additional iterations run first. They show
+    not declared private. If ``state`` is None, two additional iterations run first. They show
     which modules the tasks call, which optimizers step, and which other memory the tasks write.
     Afterwards these objects, the generators, and whatever tasks declare with ``memory``, or with
     ``capture`` and ``restore``, are restored, also if a task fails. Any other state ends up as if
@@ -53,8 +53,8 @@ def record(
         iterations: How many iterations to run; everything that a task accesses in any of them
             counts. The first one may create state that later ones only use, such as an optimizer's.
             Memory that outlives an iteration is recognized only if there are at least two.
-        device: As for ``SWPipeline``.
-        seed: For tasks with ``random=True``; as for ``SWPipeline``.
+        device: See ``SWPipeline``.
+        seed: The seed for tasks with ``random=True``; see ``SWPipeline``.
         state: The objects to restore, in a list or by names; None for those that torch shows.
         loader: The loader of the training loop. It is not called. Its effects are those of
             ``"<pull>"``, the first entry of ``effects``: none if the loader is apart from the loop

@@ -9,8 +9,7 @@ clears it. A gradient is therefore identified by what has been seen of it::
 
 A parameter is known from the first gradient that autograd accumulates, or from the memory of a
 declared state. ``parameter.grad`` is read only while nothing else can train: before a run, and
-around a task that runs with no other task beside it. These reads also show gradients that are set
-or cleared by hand.
+around a task that runs alone. These reads also show gradients that are set or cleared manually.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ class _Advisor:
             if workers == 1:
                 best = self._least_moved(best)
                 # Tasks that the caller's thread runs in the last stage keep a single worker, since
-                # the caller has no threads beside it. Tasks of earlier stages on that thread are
+                # the caller has no other threads. Tasks of earlier stages on that thread are
                 # not frozen: pairs in same_period_deps keep their distance, which tasks of one
                 # stage may not have.
                 stay = [

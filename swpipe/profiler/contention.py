@@ -42,7 +42,7 @@ is higher: the contender shares the cores with other threads and loses some time
 """
 
 _LEAST = 0.1
-"""A task takes longer beside others if the difference is this fraction of its time alone."""
+"""A task is slowed down by others if the difference is this fraction of its time alone."""
 
 
 class Contention(NamedTuple):
@@ -101,7 +101,7 @@ def contention(
     Args:
         pipe: The pipeline, under the plan.
         batches: The batches to run on, each once.
-        alone: Task to its times if nothing runs beside it.
+        alone: Task to its times if nothing else runs.
     """
     count = len(batches)
     timer = WindowTimer(pipe, batches, None, 1, count, pipelined=True)

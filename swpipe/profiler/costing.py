@@ -1,6 +1,6 @@
 """Cost models: what the tasks of a pipeline cost on this machine, with these batches.
 
-    serial          host, CPU and device times; then, beside a thread that competes for the
+    serial          host, CPU and device times; then, with a thread that competes for the
                     interpreter lock, the time each task holds that lock
     pipelined=True  host and device times while the plan runs
     both            the time of a hand-over between two threads (``swpipe.profiler.thread_costs``),
@@ -86,7 +86,7 @@ def measure_costs(
         lock: Measure ``gil_us`` too, in a serial measurement. This takes a few times as long as
             the rest. If False, ``gil_us`` is 0: the model assumes that Python threads do not
             compete for the interpreter lock.
-        state: What to restore; see ``TaskProfiler``.
+        state: The state to restore; see ``TaskProfiler``.
         loader: The object that training takes its batches from; see ``TaskProfiler``. The cost of
             its calls is measured too, as ``"<pull>"``. Their ``gil_us`` is the thread's CPU time,
             for a part of which Python may have released the lock.

@@ -51,7 +51,7 @@ class ProfileDiff:
     """The changes from one profile to another: of the iteration, and of each task's exposed time.
 
     Attributes:
-        of: What was compared, in words.
+        of: The name of what was compared.
     """
 
     iteration: TimeChange

@@ -49,10 +49,10 @@ class Advice:
     """A change, and the time that it is predicted to save.
 
     Attributes:
-        change: What to change, in words.
+        change: The change, in words.
         task: The task that is changed; "" for a plan that moves several.
         saved: How much shorter an iteration is predicted to be, in seconds, with its interval.
-        limit: What limits iterations after the change; "" if that is not predicted.
+        limit: The limit of iterations after the change; "" if that is not predicted.
         not_moved: Why the task is not moved instead; "" if it is moved.
         plan: The plan to try; None if the change needs no other plan.
     """

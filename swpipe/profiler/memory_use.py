@@ -68,7 +68,7 @@ def measure_memory(
         batches: At least one. Each iteration gets a copy, in which the tensors are cloned.
         device: See ``SWPipeline``.
         context: See ``SWPipeline``.
-        state: What to restore; see ``TaskProfiler``.
+        state: The state to restore; see ``TaskProfiler``.
         keep: ``PipelinePlan.keep`` of the plans for which this is measured.
         effects: The recorded effects, for the uses that tasks do not declare.
 

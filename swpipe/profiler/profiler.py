@@ -62,11 +62,11 @@ class TaskProfiler:
     Args:
         pipe: The pipeline. It must be idle while a profile is taken. Under torch.distributed, take
             the same profiles on all ranks.
-        state: What to restore: one object or several, each a module, an optimizer, another object
-            with ``state_dict`` and ``load_state_dict``, a generator, or a tensor that requires
-            grad. None restores what tasks declare and what torch shows while they run: modules
-            that are called, optimizers that step, memory that is written. A scheduler must be
-            given.
+        state: The state to restore: one object or several, each a module, an optimizer, another
+            object with ``state_dict`` and ``load_state_dict``, a generator, or a tensor that
+            requires grad. None restores what tasks declare and what torch shows while they run:
+            modules that are called, optimizers that step, memory that is written. A scheduler must
+            be given.
         loader: The object that training takes its batches from, such as a ``DataLoader``. Its
             calls are then measured too, in a row ``"<pull>"``. The loader is called once per
             iteration, its batch is dropped, and it is restarted at its end. State that the loader

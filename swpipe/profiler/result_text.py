@@ -19,8 +19,8 @@ LEGEND = (
 """The explanation of a table's columns."""
 
 _NO_ADVICE = (
-    "no change is known that promises more than the measurement's error; more seconds, and an idle "
-    "machine, make that smaller"
+    "no change is known that promises more than the measurement's error; measure longer, or on an "
+    "idle machine, to reduce the error"
 )
 _SLOW = 0.05
 _ABREAST = 2  # the most batches side by side

@@ -111,13 +111,13 @@ class Sample(Sequence[Any]):
         there = len(self)
         if there == 1:
             return (
-                f"One batch was given, and seen in {counted(iterations, 'iteration')}: how batches "
-                "differ is not known. Give the batches of a pass."
+                f"One batch was given, and seen in {counted(iterations, 'iteration')}: it is not "
+                "known how batches differ. Give the batches of a pass."
             )
         if not self.given:
             return (
                 f"The first {there} batches of an iterator were seen, in {iterations} iterations; "
-                "of what comes later nothing is known. Give a list to have all of it sampled."
+                "nothing is known of later ones. Give a list to have all of it sampled."
             )
         if min(there, iterations) < self.given:
             seen = min(there, iterations)

@@ -159,7 +159,7 @@ class Program:
     Attributes:
         lanes: The default lane first, then worker lanes in the order of the schedule.
         depth: How many iterations may be in flight.
-        ring: For how many iterations events are kept: depth + the largest distance.
+        ring: The number of iterations for which events are kept: depth + the largest distance.
         order: The names of all instructions in period order.
         launch_limit: How many iterations beyond ``depth`` the host may launch before the device has
             finished them; None for no limit.

@@ -57,7 +57,7 @@ def _implied(
     Args:
         edges: Edges of weight 0 or more.
         hops: The weight of each edge, by producer and consumer.
-        order: As for ``reduce_edges``.
+        order: See ``reduce_edges``.
     """
     # reached[w][place]: the places to which paths of weight w or less lead from a place, itself
     # included. A bit for each, so that one operation on integers joins whole sets.

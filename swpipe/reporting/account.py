@@ -83,7 +83,7 @@ class StepPart:
 
     Attributes:
         task: A task, ``LOADER``, ``START`` or ``BETWEEN``; a task may have several parts.
-        cause: What the time is spent on.
+        cause: The cause of the time.
         seconds: Seconds per iteration.
         share: The fraction of the step, from 0 to 1.
     """
@@ -116,7 +116,7 @@ class Ceiling:
     Attributes:
         step: The time of a step.
         floor_s: The least time of a step, in seconds.
-        limit: What determines ``floor_s``, in words.
+        limit: The cause of ``floor_s``, in words.
     """
 
     step: Estimate
@@ -155,7 +155,7 @@ class StepAccount:
 
     Attributes:
         parts: The step, split into parts that add up to it.
-        verdict: What bounds it.
+        verdict: The cause that bounds it.
         ceiling: How much any overlap can still gain.
     """
 

@@ -49,7 +49,7 @@ def environment_findings(
         fix = "torch.autograd.set_detect_anomaly(False)"
         yield Finding("blocking-setting", "anomaly detection", text, fix)
     if (interval_s := sys.getswitchinterval()) > _MOST_SWITCH_S:
-        text = "a thread that runs Python keeps the others waiting for so long"
+        text = "a thread that runs Python keeps all others waiting for that time"
         place = f"switch interval of {interval_s:g} s"
         yield Finding("blocking-setting", place, text, "sys.setswitchinterval(0.005)")
     if device.has_streams:

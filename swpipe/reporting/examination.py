@@ -28,7 +28,7 @@ from swpipe.tuning.autotuning import Loop
 
 _WARM_UP = 2  # iterations in which torch allocates and compiles
 _WATCHED = 2
-_LOCKING = 3  # batches beside a thread that competes for the interpreter lock
+_LOCKING = 3  # batches with a thread that competes for the interpreter lock
 _SHARE = 0.05
 """The smallest fraction of a step that makes a finding."""
 
@@ -95,7 +95,10 @@ def _loader_findings(profile: ProfileResult) -> Iterator[Finding]:
         takes = f"{waits.exact} ms of a step"
         how = "mostly blocked" if PULL in profile.blocking else "on the CPU"
         text = f"batches are made in this process, between two steps: {takes}, {how}"
-        fix = "DataLoader(num_workers=1), or overlap(loader, tasks, pull_ahead=True) if it may"
+        fix = (
+            "DataLoader(num_workers=1), or overlap(loader, tasks, pull_ahead=True) if the "
+            "loader uses nothing that the loop changes"
+        )
         yield Finding("loader-in-process", "loader", text, fix)
 
 

@@ -13,7 +13,7 @@ class Finding:
         rule: The kind of the finding, such as "host-sync"; the guide lists them.
         place: ``file:line`` and the task; or a variable, a setting, "plan", "loader" or "machine".
         text: The fact, and what it prevents.
-        fix: What to do about it.
+        fix: The way to fix it.
     """
 
     rule: str

@@ -242,7 +242,7 @@ def _with_trial(page: StepReport, loop: Loop, rounds: int | None) -> StepReport:
     tried = _saved(page, loop, plan, rounds)
     if tried.is_clear:
         # No plan promises more than the ceiling, or than its trial allows: costs do not show what
-        # tasks slow down beside each other, such as a cache or the memory's bandwidth.
+        # tasks slow down when they overlap, such as a cache or the memory's bandwidth.
         most_s = min(first.saved_s, page.ceiling.saved_s, tried.value_s + tried.spread_s)
         first = replace(first, saved=replace(first.saved, value_s=most_s))
         return replace(page, changes=(PromisedChange(first, tried), *changes[1:]))

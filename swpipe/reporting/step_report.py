@@ -34,7 +34,7 @@ class PromisedChange:
     """A change that is advised, and the result of its trial.
 
     Attributes:
-        advice: What to change, what it promises, and the plan to try.
+        advice: The change, what it promises, and the plan to try.
         tried: How much shorter an iteration was under that plan, in seconds, with a 95% interval.
             None if the change is not just another plan, but needs another program.
     """
@@ -72,14 +72,14 @@ class StepReport(StepAccount):
         profile: Exposed times.
         measured: The timeline of the same loop.
         changes: At most three changes. Another plan comes first; it saved time when it was tried.
-        findings: What keeps work from overlapping.
+        findings: The causes that keep work from overlapping.
         rank: The rank that all else is about.
-        machine: What it was measured on, in words: key to value.
-        memory: What the iterations in flight hold at most, by a simulation; None if nothing.
+        machine: The machine that it was measured on, in words: key to value.
+        memory: The most that iterations in flight hold, by a simulation; None if nothing.
         in_vain: The plan that was promised to save time and saved nothing, what it saved, and what
             tasks share most likely, with the figures that tell; "" if there is none.
-        forecast: On several ranks, what of the step is waiting for the slowest, and would be on
-            many; None where no task meets other ranks.
+        forecast: On several ranks, the part of the step that waits for the slowest rank, here and
+            on many ranks; None if no task meets other ranks.
     """
 
     name: str
@@ -135,7 +135,7 @@ class StepReport(StepAccount):
         """Why no plan is advised that comes nearer to the ceiling; "" if one is."""
         if not self.ceiling.is_worth_it or any(change.advice.plan for change in self.changes):
             return ""
-        # The first change is to the task that saves most. Others would have to run beside it, so
+        # The first change is to the task that saves most. Others would have to overlap with it, so
         # the reasons why these stay come first.
         ordered = (*self.changes[1:], *self.changes[:1])
         reasons = [change.advice.not_moved for change in ordered if change.advice.not_moved]
@@ -185,7 +185,7 @@ class StepReport(StepAccount):
         if uncovered:
             yield f"coverage: {uncovered}"
         if self.cannot_tell:
-            yield "Beside other processes, what bounds it and what to change cannot be told."
+            yield "Other processes are too busy to tell what bounds it and what to change."
             yield f"next step: {self.next_step}"
             return
         if self.straggler:

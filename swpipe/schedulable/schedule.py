@@ -158,7 +158,7 @@ def edges_of(schedule: Schedule) -> list[TaskEdge]:
     by_name = {task.name: task for task in tasks}
     edges = []
     for task in tasks:
-        # The iterator fills the slot BATCH, so nobody has to be waited for.
+        # The iterator fills the slot BATCH, so that it needs no wait.
         for name in dict.fromkeys(slot.name for slot in task.reads if slot.name != BATCH):
             edges += [
                 TaskEdge(task, writer, 0, "reads", name)

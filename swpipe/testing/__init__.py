@@ -1,4 +1,4 @@
-"""For tests of your own: the same numbers, the first difference, and races between streams."""
+"""Tools for your tests: the same numbers, the first difference, and races between streams."""
 
 from swpipe.testing.differences import Difference, first_difference
 from swpipe.testing.same_numbers import Loop, assert_same_numbers

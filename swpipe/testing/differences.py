@@ -39,13 +39,13 @@ class Difference:
     """The first difference of two runs.
 
     Attributes:
-        iteration: From 0.
+        iteration: The number of the iteration, from 0.
         task: The task that left it; ``<pull>`` for a batch, and ``<retire>`` for the body of the
             loop, or where the caller does not see what the tasks left.
-        attribute: Such as ``ctx.x['ids']``, or ``state()[0]['weight']`` for what the task changed.
+        attribute: Its path, ``ctx.x['ids']``, or ``state()[0]['weight']`` for changed state.
         element: Indices from 0 into a tensor; () for the value as a whole.
         a: The value of the first side; it prints as "nothing" if it has none.
-        b: That of the second.
+        b: The value of the second.
     """
 
     iteration: int
@@ -86,7 +86,7 @@ def first_difference(
         a: Makes the first loop with all that it changes, as for ``assert_same_numbers``.
         b: Makes the second.
         iterations: How many to run at most.
-        device: As for ``SWPipeline``.
+        device: See ``SWPipeline``.
         rtol: Floating-point numbers are the same up to this share, as in ``torch.isclose``; 0 for
             all bits.
         atol: Or up to this.
@@ -162,7 +162,7 @@ class _Side:
 
         def run(ctx: Any) -> None:
             left: dict[str, Any] = {}
-            # A pure task changes its context only, so that it may run beside the others.
+            # A pure task changes its context only, so that it may overlap with the others.
             with nullcontext() if task.pure else self._changes(left):
                 with ContextWatch(ctx) as watch:
                     task.fn(ctx)

@@ -29,14 +29,14 @@ class Loop:
     """A new loop with its own models, optimizers, loader and all other values that it changes.
 
     Attributes:
-        loader: As for ``overlap``.
-        tasks: As for ``overlap``.
+        loader: See ``overlap``.
+        tasks: See ``overlap``.
         state: Returns what is compared after each iteration, besides the contexts: models,
             optimizers, and nests of them, of tensors, arrays and plain values. Nothing by default.
-        body: What the loop does with each context after the tasks.
-        pull_ahead: As for ``overlap``.
-        context: As for ``overlap``.
-        plan: For ``first_difference``: the plan that the tasks run under; None for serially.
+        body: The function that the loop calls with each context after the tasks.
+        pull_ahead: See ``overlap``.
+        context: See ``overlap``.
+        plan: The plan of the tasks, for ``first_difference``; None for serially.
     """
 
     loader: Iterable[Any]
@@ -85,7 +85,7 @@ def assert_same_numbers(
     Args:
         make_loop: Called twice; makes everything that the loop changes.
         iterations: How many to run at most.
-        device: As for ``overlap``.
+        device: See ``overlap``.
 
     Raises:
         AssertionError: Names the first iteration, attribute and element that differ; of an

@@ -1,11 +1,11 @@
 """Happens-before between streams and the host, by vector clocks.
 
-Each stream has a clock: for each stream the number of the last launch that is known to be done
-when the next work of this stream starts. The host is one more stream: all its threads count as one,
-in the order in which they are seen.
+Each stream has a clock, which holds for each stream the number of the last launch that is known
+to be done when the clock's stream starts its next work. The host is one more stream: all its
+threads count as one, in the order in which they are seen.
 
     launch          the stream joins the host's clock, and takes the next number
-    event           a copy of its stream's clock; who waits for it joins that
+    event           a copy of its stream's clock; a stream that waits for it joins the copy
     synchronize     the host joins the clock of the event, the stream, or all streams
 
 Two accesses of overlapping bytes, at least one of which writes, race if the later stream's clock
@@ -109,8 +109,8 @@ class Use:
 class MemoryHistory:
     """The uses of memory that later accesses may race with.
 
-    What the allocator gives again keeps its history: the allocator orders its use only with the
-    stream that it was made on, and with those that ``record_stream`` named.
+    Memory that the allocator reuses keeps its history: the allocator orders its use only with the
+    stream on which it was allocated, and with those that ``record_stream`` named.
     """
 
     def __init__(self, clocks: StreamClocks) -> None:

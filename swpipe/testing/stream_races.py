@@ -48,7 +48,7 @@ class Access:
 
     Attributes:
         task: The task; "" outside swpipe's tasks.
-        iteration: From 0; outside tasks, how many items the loop had handed out.
+        iteration: The number from 0; outside tasks, that of the items that the loop has returned.
         place: The line that launched it, "file.py:12"; "backward" for autograd's own work.
         operator: The name of the operator, such as ``aten::copy_``.
         stream: The plan's name for it, or "default stream", "stream 3", "host".
@@ -90,7 +90,7 @@ class Race:
 
     @property
     def missing(self) -> str:
-        """What would order the two."""
+        """The wait that would order the two."""
         if self.second.stream == "host":
             return f"the host waits for an event recorded on {self.first.stream} after the first"
         wait = f"{self.second.stream} waits for an event recorded on {self.first.stream} after it"
@@ -221,7 +221,7 @@ class _Finder(Observer):
             registry.add_callback(locked)
             added.append((registry, locked))
         # Dispatch modes are per thread. The profile function is the only hook that runs first on
-        # each new thread, whoever starts it.
+        # each new thread, no matter what starts it.
         profile = threading.getprofile()
         before = Observers.everywhere
         threading.setprofile(self._begin_thread)

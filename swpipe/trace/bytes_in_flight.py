@@ -39,7 +39,7 @@ class Holding(NamedTuple):
     Attributes:
         iteration: The iteration's number.
         task: The task that made the memory; ``PULL`` for the batch.
-        attribute: As in ``Block``, or ``WORKING``.
+        attribute: The attribute of the ``Block``, or ``WORKING``.
         bytes: The size; negative for memory that a task has freed before it made its own.
     """
 

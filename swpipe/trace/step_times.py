@@ -44,7 +44,7 @@ class StepTimes(Observer):
             ``add_scalar``. A function that is called as ``wandb.log`` is: with the values, their
             names after "swpipe/", and ``step=``.
         every: Steps between two reports.
-        last: Of how many steps the percentiles are.
+        last: The number of steps over which the percentiles are taken.
 
     Raises:
         TypeError: A sink is none of these.
@@ -97,14 +97,15 @@ class StepTimes(Observer):
             except RuntimeError as gone:
                 # The store is gone, as when rank 0 has ended: it will not come back.
                 self._compares = False
-                warnings.warn(f"ranks are not compared any more: {gone}", RuntimeWarning, 2)
+                text = f"StepTimes compares ranks no longer: {gone}"
+                warnings.warn(text, RuntimeWarning, 2)
         # A copy, since a sink that fails is removed while the loop runs.
         for write in tuple(self._write):
             try:
                 write(values, step)
             except Exception as error:  # noqa: BLE001 - training goes on without it
                 self._write.remove(write)
-                text = f"a sink of StepTimes has failed, and gets no more: {error!r}"
+                text = f"a sink of StepTimes has failed, and gets no more reports: {error!r}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _worst(self, own: dict[str, float]) -> dict[str, float]:

@@ -57,7 +57,7 @@ PLANNED = "planned"
 PLANNED_AGAIN = "planned from costs under the plan"
 
 EFFORT = 5.0
-"""The planner's effort: planning takes about a second, little beside recording and measuring."""
+"""The planner's effort: planning takes about a second, much less than recording and measuring."""
 
 _RECORDED = 2  # iterations of a recording, which are slower than others
 _WINDOWS = 3  # windows in which costs are measured; two more on a device
@@ -77,8 +77,8 @@ class Tuned:
         chosen: The candidate that was chosen.
         candidates: All candidates, the simplest first: serial, ready-made, planned.
         why: The reasons, a sentence each.
-        recording: What the tasks touch.
-        costs: What the tasks cost, and the memory that they hold.
+        recording: The effects of the tasks.
+        costs: The costs of the tasks, and the memory that they hold.
         other_load: The load of other processes during tuning; None if it is not known.
     """
 
@@ -127,14 +127,14 @@ class Loop:
         device: See ``SWPipeline``.
         like: A plan from which tasks take their streams and their global order.
         progress: Called with one line before each step.
-        context: As for ``SWPipeline``.
-        loader: What training takes its batches from; None if a batch costs nothing.
+        context: See ``SWPipeline``.
+        loader: The source of the batches of training; None if a batch costs nothing.
         pulls: The calls of ``loader``, whose pace is measured once.
-        budget: What measuring may take.
-        memory: What the tasks hold; costs that are measured have it, too.
-        apart: What training takes its batches from is known to be apart from the loop.
-        ranks: What is planned for; None for the ranks that there are.
-        state: What trials restore; None for what is declared and shown.
+        budget: The time for measurements.
+        memory: The memory of the tasks; measured costs have it, too.
+        apart: Whether the source of the batches is known to be apart from the loop.
+        ranks: The ranks to plan for; None for the existing ones.
+        state: The state that trials restore; None for what is declared and shown.
     """
 
     tasks: Sequence[PipelineTask]

@@ -60,7 +60,7 @@ def choose_offload(
         batches: The batches to measure on; see ``measure_memory``.
         max_bytes: The most memory that may be held on the device.
         device: See ``SWPipeline``.
-        state: What to restore; see ``measure_memory``.
+        state: The state to restore; see ``measure_memory``.
 
     Raises:
         PlanError: All pairs together are not enough; the message contains the least peak.

@@ -1,9 +1,9 @@
-"""Random endings: how the data of ranks ends, fails and is left, and what a plain loop makes of it.
+"""Random endings: how the data of ranks ends, fails and is left, and the results of a plain loop.
 
 A rank's data is a list of events for each pass: a batch, or an error of the loader in its place. An
-``Ending`` says what they are, under which plan the ranks run, whether the script catches errors and
-goes on, and after which steps it drains the pipeline and begins a new one. ``right`` works out by
-itself what a plain loop computes; it knows no ranks, plans and pipelines.
+``Ending`` has these events, the plan of the ranks, whether the script catches errors and continues,
+and the steps after which it drains the pipeline and begins a new one. ``right`` derives the results
+of a plain loop on its own; it uses no ranks, plans or pipelines.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _PRIME = 1009
 
 
 class Planned(Exception):
-    """An error of a loader."""
+    """An error that a loader raises on purpose."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What happens; ``passes[p][r]`` are the events of rank r, of which True is a batch."""
+    """A test case; ``passes[p][r]`` has the events of rank r in pass p: True for a batch."""
 
     plan: str
     source: str
@@ -46,7 +46,7 @@ class Ending:
 
     @property
     def good(self) -> list[list[list[int]]]:
-        """The values of the batches that each rank trains in a plain loop, by pass."""
+        """The values of the batches that each rank trains on in a plain loop, by pass."""
         found = []
         for number, ranks in enumerate(self.passes):
             of_ranks = []
@@ -64,12 +64,12 @@ class Ending:
 
 
 def value(number: int, rank: int, index: int) -> int:
-    """The batch of a pass."""
+    """Return the value of a batch of a pass."""
     return 1 + 7 * index + 1000 * rank + 100_000 * number
 
 
 def drawn(seed: int, size: int) -> Ending:
-    """A random ending on so many ranks; half of them have even data."""
+    """Return a random ending on so many ranks; half of them have even data."""
     draws = random.Random(f"{seed} {size}")
     source = draws.choice(SOURCES)
     passes = []
@@ -123,7 +123,7 @@ class _Rows(Dataset[int]):
 
 
 class _Lying(Sampler[int]):
-    """The rows in order, and a length that is not their number."""
+    """A sampler of the rows in order that reports a wrong length."""
 
     def __init__(self, rows: _Rows, more: int) -> None:
         self._rows, self._more = rows, more
@@ -136,7 +136,7 @@ class _Lying(Sampler[int]):
 
 
 class _Going:
-    """An iterator without a length that goes on after its error."""
+    """An iterator without a length that continues after its error."""
 
     def __init__(self, rows: _Rows, *, dies: bool) -> None:
         self._rows, self._dies, self._next = rows, dies, 0
@@ -184,7 +184,7 @@ def _plan(kind: str, tasks: list[PipelineTask]) -> PipelinePlan:
 
 
 class Training:
-    """Two collectives of the same shape in two tasks, and a state that each step changes."""
+    """A training step of two tasks with collectives of equal shape, and a state that it changes."""
 
     def __init__(self) -> None:
         self.state = 0.0
@@ -203,10 +203,10 @@ class Training:
 
 
 class _Script:
-    """What a rank runs, as people write it.
+    """The script of a rank, as a user writes it.
 
     Attributes:
-        outputs: What the steps have computed.
+        outputs: The results of the steps.
         told: The errors that the script has seen.
     """
 
@@ -228,7 +228,7 @@ class _Script:
         self._pipe.close()
 
     def _step(self, source: Iterator[int]) -> bool:
-        """Whether the data goes on."""
+        """Run one step; return False if the data has ended."""
         try:
             self.outputs.append(self._pipe.progress(source).y)
         except StopIteration:
@@ -249,9 +249,10 @@ class _Script:
 
 
 def run(ending: Ending, folder: str) -> None:
-    """Run a rank's part, and leave what it computed and how it ended in a file.
+    """Run a rank's part, and write its outputs, its errors and the way it ended to a file.
 
-    A rank that ends by an error which the others may not have ends its process, as a script would.
+    A rank that ends by an error that the other ranks may not get ends its process, as a script
+    would.
     """
     script, end = _Script(ending), "well"
     try:
@@ -267,7 +268,7 @@ def run(ending: Ending, folder: str) -> None:
 def pipeline_of(
     plan: str, training: Training, *, check_data: bool | None = True
 ) -> SWPipeline[Any]:
-    """A pipeline of the tasks under a plan, by its name; nothing is in flight."""
+    """Return a pipeline of the tasks under a plan, by its name, with nothing in flight."""
     tasks = training.tasks()
     return SWPipeline(
         _plan(plan, tasks),
@@ -283,7 +284,7 @@ def pipeline_of(
 
 
 def right(ending: Ending) -> list[float]:
-    """What every rank of a plain loop computes, as far as all ranks have batches."""
+    """Return what every rank of a plain loop computes, as far as all ranks have batches."""
     state, found = 0.0, []
     for ranks in ending.good:
         size = len(ranks)
@@ -297,7 +298,7 @@ def right(ending: Ending) -> list[float]:
 
 
 def faults(ending: Ending, folder: str) -> list[str]:
-    """What is wrong with what the ranks have left in ``folder``."""
+    """Return the errors in the files that the ranks have left in ``folder``."""
     wanted = right(ending)
     even = all(len({len(batches) for batches in ranks}) == 1 for ranks in ending.good)
     found = []

@@ -39,17 +39,17 @@ from tests.support.ports import free_port
 AT = 3
 
 STALL_S = 4.0
-"""More than an iteration takes on a busy machine: only the one that stops may stall."""
+"""Longer than an iteration takes on a busy machine: only the one that stops may stall."""
 
 DEADLINE_S = 100
-"""After so long all ranks are killed."""
+"""The time after which all ranks are killed."""
 
 CATCHES = 7
-"""With what a script exits that catches ``StallError``."""
+"""The exit status of a script that catches ``StallError``."""
 
 
 class Rank:
-    """What one rank runs."""
+    """The work of one rank."""
 
     def __init__(self, rank: int, size: int, how: str, folder: Path) -> None:
         self.began = folder / f"began{rank}"
@@ -58,7 +58,7 @@ class Rank:
         self.how = self.how.removesuffix("-first")
 
     def reduce(self, ctx: IterContext) -> None:
-        """The collective that stalls."""
+        """Run the collective that stalls."""
         if ctx.iter_idx == AT:
             self.began.write_text(str(time.monotonic()))
         if self.victim and ctx.iter_idx == AT and self.how == "stopped":
@@ -69,7 +69,7 @@ class Rank:
         dist.all_reduce(torch.ones(1))
 
     def run(self, group: str) -> None:
-        """The whole script."""
+        """Run the whole script."""
         batches = AT if self.victim and self.how == "uneven" else 100
         tasks = [PipelineTask("read", lambda ctx: None), PipelineTask("reduce", self.reduce)]
         plan = PipelinePlan(

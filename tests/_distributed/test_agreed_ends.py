@@ -21,14 +21,14 @@ LATE = (*(True,) * 20, False, *(True,) * 20)
 
 
 def ending(source: str, *ranks: tuple[bool, ...], **more: Any) -> Ending:
-    """One pass in which scripts catch errors, with collectives in two stages."""
+    """Return an ending of one pass with collectives in two stages, whose scripts catch errors."""
     return Ending(
         "two stages", source, (ranks,), **{"dies": False, "catches": True, "lies": 0, **more}
     )
 
 
 def went(ranks: Ranks, case: Ending, folder: Path) -> list[dict[str, Any]]:
-    """What each rank has computed and seen, with no wrong number among it."""
+    """Run an ending; return the outputs and errors of each rank, without any fault."""
     try:
         ranks.run(run, case, os.fspath(folder))
     except RankDied:
@@ -41,7 +41,7 @@ def went(ranks: Ranks, case: Ending, folder: Path) -> list[dict[str, Any]]:
 def test_uneven_data_is_an_error_on_both_ranks(
     two_ranks: Ranks, tmp_path: Path, source: str
 ) -> None:
-    """After the steps that both have; a rank that drained alone mixed up the sums of two tasks."""
+    """Both raise after the steps that both have; once a rank drained alone and mixed up sums."""
     for told in went(two_ranks, ending(source, EVEN[:12], EVEN[:30]), tmp_path):
         assert told["end"] == "UnevenDataError"
         assert len(told["outputs"]) == 12
@@ -50,7 +50,7 @@ def test_uneven_data_is_an_error_on_both_ranks(
 def test_an_error_of_one_rank_is_raised_on_both_where_each_step_is_agreed(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """At the same step; both go on, and the other rank's batch of that step comes again."""
+    """It is raised at the same step; both go on, and the other rank's batch of it comes again."""
     one, other = went(two_ranks, ending("iterator", EVEN, LATE), tmp_path)
     assert one["errors"] == ["RankDataError"]
     assert other["errors"] == ["Planned"]
@@ -60,7 +60,7 @@ def test_an_error_of_one_rank_is_raised_on_both_where_each_step_is_agreed(
 def test_in_steps_without_a_message_the_next_batch_takes_the_place_of_an_error(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Only its rank raises, in line; both train all batches."""
+    """Only the failing rank raises, in the error's place; both train on all batches."""
     one, other = went(two_ranks, ending("DataLoader", EVEN, LATE), tmp_path)
     assert one["errors"] == []
     assert other["errors"] == ["Planned"]
@@ -68,7 +68,7 @@ def test_in_steps_without_a_message_the_next_batch_takes_the_place_of_an_error(
 
 
 def test_a_length_that_is_not_that_of_the_data_is_told_at_once(tmp_path: Path) -> None:
-    """The rank says so, and runs no collective that the other one would not match."""
+    """The rank raises, and runs no collective that the other one would not match."""
     with Ranks(2) as ranks:
         one, other = went(ranks, ending("DataLoader", EVEN[:20], EVEN[:25], lies=5), tmp_path)
     assert one["errors"] == ["OutOfStepError"]
@@ -76,7 +76,7 @@ def test_a_length_that_is_not_that_of_the_data_is_told_at_once(tmp_path: Path) -
 
 
 def _exchanges(length: int | None) -> int:
-    """How often a rank tells the others something, in a pass of 160 batches."""
+    """Return how often a rank exchanges its status in a pass of 160 batches."""
     exchanged = 0
     own = EvenData.exchange_status
 
@@ -97,13 +97,13 @@ def _exchanges(length: int | None) -> int:
 
 
 def test_ranks_that_know_their_length_tell_each_other_little(two_ranks: Ranks) -> None:
-    """The begin, the last sixteenth of the steps, and the end; else each step, too."""
+    """They communicate at the begin, in the last sixteenth and at the end; others at each step."""
     assert two_ranks.run(_exchanges, 160) == [1 + 10 + 2] * 2
     assert two_ranks.run(_exchanges, None) == [1 + 160 + 2] * 2
 
 
 def test_a_pipeline_that_is_out_of_step_refuses_to_go_on() -> None:
-    """With what has happened."""
+    """The error says what has happened."""
     training = Training()
     with pipeline_of("two stages", training) as pipe:
         pipe._driver._passes.out_of_step = "planted"
@@ -112,7 +112,7 @@ def test_a_pipeline_that_is_out_of_step_refuses_to_go_on() -> None:
 
 
 def _drained() -> tuple[int, int, int]:
-    """Steps handed out, batches pulled, and batches in flight by the state, after a drain."""
+    """Return the batches pulled ahead and in flight after a drain, and those ahead before it."""
     pulled = 0
 
     def data() -> Any:
@@ -133,19 +133,19 @@ def _drained() -> tuple[int, int, int]:
 
 
 def test_a_drain_finishes_what_the_ranks_have_pulled_early(two_ranks: Ranks) -> None:
-    """So the iterator keeps exactly its other batches, as on one rank."""
+    """Therefore the iterator keeps exactly its other batches, as on one rank."""
     assert two_ranks.run(_drained) == [(0, 0, 0)] * 2
 
 
 @pytest.mark.parametrize(("kind", "agrees"), [("two stages", True), ("serial", False)])
 def test_collectives_in_several_stages_ask_for_it(kind: str, agrees: bool) -> None:
-    """Of a plan with all of them in one stage a rank drains in the order of the others."""
+    """If all collectives are in one stage, a rank drains in the order of the others."""
     with pipeline_of(kind, Training(), check_data=None) as pipe:
         assert (pipe._driver._passes is not None) is agrees
 
 
 class Fails(Iterator[int]):
-    """One batch, an error, and one batch more."""
+    """An iterator of one batch, an error, and another batch."""
 
     pulls = 0
 
@@ -159,7 +159,7 @@ class Fails(Iterator[int]):
 
 
 def test_data_is_not_asked_for_more_before_its_error_was_raised() -> None:
-    """However far ahead it is pulled; a script may mend it first."""
+    """This holds however far ahead it is pulled; a script may repair the data first."""
     data = Fails()
     batches = EvenData(ahead=3).over(data)
     assert next(batches) == 1
@@ -171,7 +171,7 @@ def test_data_is_not_asked_for_more_before_its_error_was_raised() -> None:
 
 @pytest.mark.parametrize("data", [Fails(), iter([1])])
 def test_a_pass_that_is_paused_keeps_its_error_and_its_end(data: Iterator[int]) -> None:
-    """They come when it goes on."""
+    """Both are raised when the pass continues."""
     batches = EvenData(ahead=1).over(data)
     assert next(batches) == 1
     batches.paused = True
@@ -185,7 +185,7 @@ def test_a_pass_that_is_paused_keeps_its_error_and_its_end(data: Iterator[int]) 
 
 
 class Guesses(Iterator[int]):
-    """It may have so many batches."""
+    """An empty iterator that estimates its length as 5."""
 
     def __next__(self) -> int:
         raise StopIteration
@@ -195,7 +195,7 @@ class Guesses(Iterator[int]):
 
 
 def test_the_length_of_an_iterator_is_known_or_it_is_not() -> None:
-    """What has begun has that many fewer; an estimate is no length."""
+    """An iterator that has begun has that many fewer; an estimate is no length."""
     data = iter([1, 2, 3])
     next(data)
     loader = iter(DataLoader(range(7), 2))  # type: ignore[arg-type]

@@ -28,13 +28,13 @@ LENGTHS = [(5, 3), (3, 5), (0, 4), (4, 0), (0, 0), (4, 4)]
 
 
 def exchange(ctx: IterContext) -> None:
-    """A collective of a task: what all ranks' batches sum to."""
+    """Run a task's collective: sum the batches of all ranks."""
     ctx.total = torch.tensor(float(ctx.batch))
     dist.all_reduce(ctx.total)
 
 
 def train(ctx: IterContext) -> None:
-    """Another one."""
+    """Run a second collective."""
     ctx.loss = ctx.total.clone()
     dist.all_reduce(ctx.loss)
 
@@ -44,7 +44,7 @@ def tasks() -> list[PipelineTask]:
 
 
 def plan_of(kind: str) -> PipelinePlan:
-    """The same tasks, serially and with collectives of two iterations in two thread groups."""
+    """Return a plan of the same tasks: serial, or with collectives in two thread groups."""
     if kind == "serial":
         return PipelinePlan.serial(tasks())
     return PipelinePlan(
@@ -58,7 +58,7 @@ def plan_of(kind: str) -> PipelinePlan:
 
 
 class Went(NamedTuple):
-    """How one rank fared."""
+    """The results of one rank."""
 
     totals: list[float]
     steps: int
@@ -67,7 +67,7 @@ class Went(NamedTuple):
 
 
 def _epochs(ends: Any, lengths: Sequence[tuple[int, int]], ahead: int, kind: str) -> list[Went]:
-    """Several epochs over data of these lengths; batches are 1, 2, ... on rank 0, 100, 200, ..."""
+    """Run epochs over data of these lengths: 1, 2, ... on rank 0, and 100, 200, ... on rank 1."""
     rank = dist.get_rank()
     went = []
     pad = pad_with(7) if ends == "pad" else None
@@ -84,7 +84,7 @@ def _epochs(ends: Any, lengths: Sequence[tuple[int, int]], ahead: int, kind: str
 
 
 def expected(ends: str, lengths: tuple[int, int], rank: int) -> Went:
-    """What a reader of the docs works out with pencil and paper."""
+    """Return the results that the documentation promises."""
     own = [[k + 1 for k in range(lengths[0])], [100 * (k + 1) for k in range(lengths[1])]]
     steps = min(lengths) if ends == "stop" else max(lengths)
     given = [(batches + [7] * steps)[:steps] for batches in own]
@@ -97,14 +97,14 @@ def expected(ends: str, lengths: tuple[int, int], rank: int) -> Went:
     pairwise_cases(("stop", "pad"), (0, 1, 4), ("serial", "pipelined")),
 )
 def test_all_ranks_do_the_same_steps(two_ranks: Ranks, ends: str, ahead: int, kind: str) -> None:
-    """Epochs of all lengths, one after the other: the same sums, the right rest, no hang."""
+    """Epochs of all lengths follow each other: the same sums, the right rest, no hang."""
     went = two_ranks.run(_epochs, ends, LENGTHS, ahead, kind)
     for rank in range(2):
         assert went[rank] == [expected(ends, lengths, rank) for lengths in LENGTHS]
 
 
 def _pulls(ahead: int) -> list[int]:
-    """How many batches have been pulled when each one is given."""
+    """Return how many batches have been pulled at the time when each batch is returned."""
     pulled = itertools.count()
     count = 0
 
@@ -124,7 +124,7 @@ def test_no_more_is_pulled_than_was_asked_for(two_ranks: Ranks) -> None:
 
 
 def _last_at_zero(length: int) -> list[Any]:
-    """Rank 0 has one batch, rank 1 ``length``."""
+    """Run with one batch on rank 0 and ``length`` batches on rank 1."""
     own = 1 if dist.get_rank() == 0 else length
     batches = [SimpleNamespace(x=k, weights=torch.ones(2)) for k in range(own)]
     with EvenData("pad", pad=pad_with_last("weights")) as even:
@@ -142,7 +142,7 @@ def test_the_last_batch_comes_again_at_zero_weight(two_ranks: Ranks) -> None:
 def _told(
     own: Iterable[Any], pad_name: str | None = None, timeout_s: float = 30.0, step_s: float = 0.0
 ) -> tuple[int, str, str]:
-    """Steps begun, then the error's type and text."""
+    """Return the number of steps that began, and the type and text of the error."""
     given = 0
     pad = None if pad_name is None else pad_with_last(pad_name)
     even = EvenData("stop" if pad is None else "pad", pad=pad, ahead=2, timeout_s=timeout_s)
@@ -178,7 +178,7 @@ def _nothing_to_repeat(length: int) -> tuple[int, str, str]:
 
 
 def test_a_rank_without_any_batch_has_none_to_repeat(two_ranks: Ranks) -> None:
-    """An error on all ranks before the first step, unless none has data."""
+    """All ranks raise before the first step, unless none has data."""
     own, other = two_ranks.run(_nothing_to_repeat, 2)
     assert own[:2] == (0, "ValueError")
     assert "this rank has had no batch" in own[2]
@@ -187,11 +187,11 @@ def test_a_rank_without_any_batch_has_none_to_repeat(two_ranks: Ranks) -> None:
 
 
 PATIENCE_S = 3.0
-"""Longer than a busy machine keeps a rank that is ready from saying so."""
+"""Longer than a busy machine delays a rank that is ready."""
 
 
 def _one_stalls() -> tuple[int, str, str, float]:
-    """Rank 1 pulls its second batch only after rank 0 has given up."""
+    """Let rank 1 pull its second batch only after rank 0 has timed out."""
     dist.barrier()
     if dist.get_rank() == 0:
         begin_s = time.monotonic()
@@ -216,7 +216,7 @@ def _one_stalls() -> tuple[int, str, str, float]:
 
 @pytest.fixture(scope="module", name="spare_ranks")
 def ranks_of_this_module() -> Iterator[Ranks]:
-    """Two ranks, of which one is late, and then one dies."""
+    """Two ranks of this module's own, since one is late in a test and one ends in another."""
     with Ranks(2) as ranks:
         yield ranks
 
@@ -240,7 +240,7 @@ def _one_dies() -> None:
 
 
 def test_a_rank_that_dies_is_an_error_at_once(spare_ranks: Ranks) -> None:
-    """The others do not wait for the timeout."""
+    """The others raise before the timeout."""
     with pytest.raises(RankDied) as caught:
         spare_ranks.run(_one_dies)
     assert "rank 0 failed" in caught.value.__notes__[0]
@@ -249,7 +249,7 @@ def test_a_rank_that_dies_is_an_error_at_once(spare_ranks: Ranks) -> None:
 
 
 def test_one_process_alone_is_one_rank() -> None:
-    """Without torch.distributed the data comes as it is."""
+    """Without torch.distributed, the data is not changed."""
     with EvenData(ahead=3) as even:
         batches = even.over([None, 1, None])
         assert list(batches) == [None, 1, None]
@@ -278,7 +278,7 @@ def test_an_iterator_that_resets_itself_still_ends() -> None:
 
 
 def test_the_rest_is_asked_for_at_the_end() -> None:
-    """Before that, steps are still to come."""
+    """An earlier call is an error, since steps are still to come."""
     batches = EvenData().over([1, 2])
     next(batches)
     with pytest.raises(RuntimeError, match="the pass has not ended"):
@@ -286,7 +286,7 @@ def test_the_rest_is_asked_for_at_the_end() -> None:
 
 
 class BesideAnother(EvenData):
-    """Stands for one of two ranks, of which the other one has so many batches."""
+    """An agreement of two ranks, the second of which is simulated and has ``other`` batches."""
 
     def __init__(self, ends: Any, other: int, **options: Any) -> None:
         super().__init__(ends, **options)
@@ -298,7 +298,7 @@ class BesideAnother(EvenData):
 
 
 class Again:
-    """An iterator of two batches that begins again after its end."""
+    """An iterator of two batches that restarts after its end."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -314,7 +314,7 @@ class Again:
 
 
 def test_a_rank_that_pads_asks_its_data_no_more() -> None:
-    """An iterator that begins again would give batches of another pass in the place of pads."""
+    """An iterator that begins again would give batches of another pass instead of padding."""
     data = Again()
     found = BesideAnother("pad", 5, pad=pad_with("pad")).over(data)
     assert [*found] == [1, 2, "pad", "pad", "pad"]
@@ -324,7 +324,7 @@ def test_a_rank_that_pads_asks_its_data_no_more() -> None:
 
 @pytest.mark.parametrize("kind", [dict, SimpleNamespace])
 def test_the_batch_that_comes_again_has_no_weight_and_is_another_object(kind: Any) -> None:
-    """Whether its weights are an item or an attribute."""
+    """This holds for weights in an item and in an attribute."""
     last = kind(x=torch.ones(2), w=torch.ones(2))
     again = pad_with_last("w")(last)
     here, there = (one if kind is dict else vars(one) for one in (last, again))

@@ -16,7 +16,7 @@ RETURNED = "test_host_group/returned"
 
 
 def _late_on_rank_1() -> bool:
-    """Rank 1 is held up within the making; whether rank 0 was through meanwhile."""
+    """Delay rank 1 while the group is made; return whether rank 0 had it before rank 1."""
     store = _get_default_store().clone()  # type: ignore[attr-defined]
     make = dist.new_group
     through = []
@@ -42,5 +42,5 @@ def _late_on_rank_1() -> bool:
 
 
 def test_no_rank_continues_while_another_connects(two_ranks: Ranks) -> None:
-    """One that failed at once and closed the group broke the others' connecting to it."""
+    """A rank that failed at once and closed the group broke the others' connection to it."""
     assert two_ranks.run(_late_on_rank_1) == [False, False]

@@ -1,4 +1,4 @@
-"""The limit on a pull over several ranks' data, and how the thread that it is too late for ends."""
+"""The limit on a pull over several ranks' data, and the end of a thread that exceeds it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tests.support.sequencer import PATIENCE_S, await_event, swpipe_threads
 
 LIMIT_S = 0.05
 LOOKS = 5
-"""So many looks of the watching thread make up the limit."""
+"""The number of looks of the watching thread that make up the limit."""
 
 
 class Pass:
-    """What is watched."""
+    """A stand-in for the watched pass."""
 
 
 class Body:
-    """A thread that is in a loop's body: Python code that waits."""
+    """A thread inside a loop's body, which waits in Python code."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -51,19 +51,19 @@ class Body:
             self.error = error
 
     def end(self) -> BaseException | None:
-        """Let it return, and return what it raised."""
+        """Let the thread return, and return the error that it raised."""
         self._end.set()
         return self.result()
 
     def result(self) -> BaseException | None:
-        """Return what it raises, when it does."""
+        """Wait for the thread to end, and return the error that it raised."""
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         return self.error
 
 
 class Looks:
-    """The watching thread's ``time``: each look counts one interval, and then acts."""
+    """A stand-in for ``time`` in the watching thread: each look takes one interval."""
 
     def __init__(self, act: Callable[[int], float]) -> None:
         self.count = 0
@@ -71,7 +71,7 @@ class Looks:
         self._now_s = 0.0
 
     def monotonic(self) -> float:
-        """Called once at the start, and at each look."""
+        """Return the time; called once at the start and at each look."""
         self._now_s += LIMIT_S / LOOKS + self._act(self.count)
         self.count += 1
         return self._now_s
@@ -85,7 +85,7 @@ def too_late(_: Any) -> OutOfStepError:
 def test_a_pull_that_takes_too_long_is_an_error_in_the_body(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """It is written, too, for a body that is stuck in a collective."""
+    """The error is also printed, for a body that is stuck in a collective."""
     body, watched = Body(), Pass()
     limit = PullLimit(watched, body.ident, LIMIT_S, too_late)
     limit.began = 1
@@ -97,7 +97,7 @@ def test_a_pull_that_takes_too_long_is_an_error_in_the_body(
 
 
 def looks_until_late(act: Callable[[PullLimit, int], float], monkeypatch: Any) -> int:
-    """Return at which look a pull is too late; ``act`` comes before each, and returns seconds."""
+    """Return the look at which a pull is late; ``act`` returns seconds to add before each look."""
     body, watched, late = Body(), Pass(), threading.Event()
     limits: list[PullLimit] = []
     ready = threading.Event()
@@ -147,7 +147,7 @@ def test_the_time_in_which_the_process_is_stopped_does_not_count(
 def test_a_body_that_goes_on_gets_the_error_with_its_next_batch(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """What the pulling thread has raised is only written; what the body itself raises is not."""
+    """The error of the pulling thread is only printed; the body's own error is raised."""
     body, watched = Body(), Pass()
     limit = PullLimit(watched, body.ident, 600.0, too_late)
     own = PullLimit(watched, threading.get_ident(), 600.0, too_late)
@@ -162,7 +162,7 @@ def test_a_body_that_goes_on_gets_the_error_with_its_next_batch(
 
 
 def test_the_thread_ends_with_its_pass() -> None:
-    """By ``end``, or when nobody refers to the pass."""
+    """It ends by ``end``, or when nothing refers to the pass."""
     watched = Pass()
     limit = PullLimit(watched, threading.get_ident(), 600.0, too_late)
     limit.end()
@@ -187,7 +187,7 @@ def test_a_process_ends_only_where_nothing_else_ends_the_call(
     right: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The thread is interrupted, then the process groups are aborted, then the process exits."""
+    """First the thread is interrupted, then process groups are aborted, then the process exits."""
     done: list[Any] = []
     answers = iter(left)
     interruption = swpipe._engine.interruption
@@ -225,7 +225,7 @@ def _loader_hangs(timeout_s: float) -> str:
 
 
 def test_a_loader_that_hangs_is_an_error_on_all_ranks(two_ranks: Ranks) -> None:
-    """The thread that pulls waits; the callers of both ranks do so no longer than they said."""
+    """The thread that pulls waits; the callers of both ranks wait no longer than the limit."""
     other, own = two_ranks.run(_loader_hangs, 3.0)
     assert "OutOfStepError: the loader of rank 1 (generator) has not returned" in own
     assert "rank 1 did not answer within 3 s" in other

@@ -1,4 +1,4 @@
-"""Random endings on one rank, two and four, beside the plain loop."""
+"""Random endings on one rank, two and four, compared with the plain loop."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ EXAMPLES = {1: 20, 2: 20, 4: 8}
 
 @pytest.fixture(scope="module", name="groups")
 def groups_of_this_module() -> Iterator[dict[int, Ranks]]:
-    """Ranks of their own: in many endings some of them end."""
+    """Ranks of this module's own, since in many endings some of them end."""
     with Ranks(1) as one, Ranks(2) as two, Ranks(4) as four:
         yield {1: one, 2: two, 4: four}
 
 
 @pytest.mark.parametrize("size", EXAMPLES)
 def test_no_rank_ends_well_with_a_wrong_number(groups: dict[int, Ranks], size: int) -> None:
-    """Each output is the plain loop's, all batches are trained where that trains them all."""
+    """Each output is the plain loop's; all batches are trained on where the plain loop does so."""
     found = {}
     for seed in seeds("endings", EXAMPLES[size]):
         ending = drawn(seed, size)

@@ -1,4 +1,4 @@
-"""Ranks with different plans refuse to start; and what ranks hear where their store is gone."""
+"""Ranks with different plans refuse to start; errors of ranks whose store is gone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.scripts import Script, Scripts, as_torchrun
 
 
 def _depths(depths: tuple[int, int]) -> str:
-    """How many iterations ran, or what was said."""
+    """Return the number of iterations that ran, or the error message."""
     with SWPipeline(piped(depths[dist.get_rank()]), tasks()) as pipe:
         try:
             return str(pipe.run(range(4)).iterations)
@@ -29,16 +29,16 @@ def _depths(depths: tuple[int, int]) -> str:
 
 
 def test_ranks_with_different_plans_refuse_to_start(two_ranks: Ranks) -> None:
-    """Both ranks say which ranks hold which plan; with equal plans they run."""
+    """Both ranks say which ranks have which plan; with equal plans they run."""
     assert two_ranks.run(_depths, (3, 3)) == ["4", "4"]
     for refused in two_ranks.run(_depths, (3, 4)):
         assert "the ranks hold different plans" in refused
-        assert f"for ever: digest: {piped(3).digest()[:12]} on rank 0, " in refused
+        assert f"forever: digest: {piped(3).digest()[:12]} on rank 0, " in refused
         assert "; pipeline_depth: 3 on rank 0, 4 on rank 1. Give every rank" in refused
 
 
 def _seeds(seeds: tuple[int, int], random: bool) -> list[str]:
-    """What the ranks are warned of."""
+    """Return the warnings on this rank."""
     draw = PipelineTask("draw", lambda ctx: None, io=[NOBODY_ELSE], random=random)
     with (
         warnings.catch_warnings(record=True) as caught,
@@ -53,7 +53,7 @@ def _seeds(seeds: tuple[int, int], random: bool) -> list[str]:
 
 
 def test_ranks_with_different_seeds_are_warned(two_ranks: Ranks) -> None:
-    """Once, on each, where there are random tasks."""
+    """Each rank warns once if there are random tasks."""
     for told in two_ranks.run(_seeds, (5, 6), True):
         assert len(told) == 1
         assert "seed: 5 on rank 0, 6 on rank 1. Give every rank the same" in told[0]
@@ -62,7 +62,7 @@ def test_ranks_with_different_seeds_are_warned(two_ranks: Ranks) -> None:
 
 
 def outlives() -> None:
-    """Rank 0, which holds the store, ends in between two steps; what the other says, and when."""
+    """End rank 0, which has the store, between two steps; print when and how rank 1 fails."""
     dist.init_process_group("gloo", timeout=dt.timedelta(seconds=40))
     meet = PipelineTask("meet", lambda ctx: dist.all_reduce(torch.ones(1)))
     with SWPipeline(PipelinePlan.serial([meet]), [meet]) as pipe:
@@ -77,10 +77,10 @@ def outlives() -> None:
 
 
 def test_a_failure_is_told_at_once_where_the_store_is_gone_with_its_rank(scripts: Scripts) -> None:
-    """Not after the time for which a connection to it is tried."""
+    """It is reported before the time-out of a connection to the store."""
     code = "from tests._distributed.test_rank_checks import outlives; outlives()"
     ranks = [Script(code, environment=one, is_torn_down=False) for one in as_torchrun(2)]
     _, told = scripts.run_together(ranks)
     took_s, *notes = told.stdout.splitlines()
     assert float(took_s) < 30.0
-    assert any("whether another rank had failed before is not known" in note for note in notes)
+    assert any("it is not known whether another rank had failed before" in note for note in notes)

@@ -25,10 +25,10 @@ ORDERED = ("sizes", "ids", "pooled", "reduce")
 
 
 class Delayed:
-    """Tasks like a recommender's: exchanges begun in one and awaited in another, an all-reduce.
+    """The tasks of a recommender: exchanges that one task starts and another awaits, an all-reduce.
 
-    Each dawdles before it acts, as long as its rank's own generator says. A collective that met
-    another one on the other rank would bring other numbers, if it came back at all.
+    Each task sleeps first, for a time from its rank's own generator. A collective that met another
+    one on the other rank would give different numbers, if it returned at all.
     """
 
     names = ("read", *ORDERED, "step")
@@ -93,7 +93,7 @@ class Delayed:
 
 
 def plan(*, ordered: bool = True) -> PipelinePlan:
-    """Four thread groups; in three of them a collective of another iteration each."""
+    """Return a plan of four thread groups, three with collectives of different iterations."""
     return PipelinePlan(
         {
             "read": TaskSchedule(stage=0, thread_group="read"),
@@ -112,7 +112,7 @@ def plan(*, ordered: bool = True) -> PipelinePlan:
 
 
 def _orders(first_seed: int, runs: int, dry: bool, ordered: bool) -> list[list[tuple[str, int]]]:
-    """The order in which this rank issued its collectives, in each run."""
+    """Return the order in which this rank issued its collectives, in each run."""
     orders = []
     for seed in range(first_seed, first_seed + runs):
         work = Delayed(seed, dry=dry)
@@ -125,14 +125,14 @@ def _orders(first_seed: int, runs: int, dry: bool, ordered: bool) -> list[list[t
 
 
 def test_collectives_are_issued_in_one_order(two_ranks: Ranks) -> None:
-    """Whatever each rank's delays; and what they bring belongs to them."""
+    """This holds for any delays of the ranks, and the results belong to the collectives."""
     one, other = two_ranks.run(_orders, 0, RUNS, False, True)
     assert [len(order) for order in one] == [len(ORDERED) * ITERATIONS] * RUNS
     assert one == other
 
 
 def test_without_global_order_ranks_drift_apart(two_ranks: Ranks) -> None:
-    """The delays are such that it matters: only said, not done, the orders soon differ."""
+    """The delays matter: without global order, the orders soon differ."""
     one, other = two_ranks.run(_orders, 0, 5, True, False)
     assert one != other
     one, other = two_ranks.run(_orders, 0, 5, True, True)
@@ -143,7 +143,7 @@ def test_without_global_order_ranks_drift_apart(two_ranks: Ranks) -> None:
 
 
 class Planted(Exception):
-    """What tests plant."""
+    """An error that a test raises on purpose."""
 
 
 def _reduce(ctx: IterContext) -> None:
@@ -158,7 +158,7 @@ def _train(ctx: IterContext) -> None:
 
 
 def _one_rank_raises(group: str) -> None:
-    """Two collectives per iteration; before the second, rank 1 fails once."""
+    """Run two collectives per iteration; rank 1 fails once before the second."""
     tasks = [PipelineTask("reduce", _reduce), PipelineTask("train", _train)]
     if group == "serially":
         SWPipeline(PipelinePlan.serial(tasks), device="cpu").run_serial(range(100))
@@ -188,7 +188,7 @@ CAUSE = "rank 1 had failed before, which may be the cause: Planted: on rank one"
 def test_a_rank_that_is_let_down_says_who_failed_first_and_of_what(
     scripts: Scripts, group: str
 ) -> None:
-    """It ends with its own error, though the other is in a collective: a run's thread or itself."""
+    """It raises its own error, though the other rank waits in a collective."""
     zero, one = scripts.run_together(
         [Script(JOB, args=(group,), environment=told) for told in as_torchrun(2)]
     )
@@ -205,18 +205,18 @@ def _fail(ctx: IterContext) -> None:
 
 
 def _nobody_has_failed() -> None:
-    """As in a new job: whatever a test has left in the store of shared ranks is old."""
+    """Make all failures in the store of the shared ranks old, as in a new job."""
     check_same_plan(PipelinePlan.serial(["train"]))
 
 
 def _notes(error: BaseException) -> list[str]:
-    """What is noted on it once this rank's failure is told."""
+    """Record an error as this rank's failure, and return the notes on it."""
     tell_failure(error)
     return getattr(error, "__notes__", [])
 
 
 def _each_fails_in_turn() -> list[str]:
-    """What is noted on this rank's error: rank 0 fails first, then rank 1."""
+    """Let rank 0 fail, then rank 1; return the notes on this rank's error."""
     _nobody_has_failed()
     pipe = SWPipeline(PipelinePlan.serial([PipelineTask("fails", _fail)]), device="cpu")
     notes: list[str] = []
@@ -232,7 +232,7 @@ def _each_fails_in_turn() -> list[str]:
 
 
 def test_the_rank_that_failed_first_is_noted_on_the_others_errors(two_ranks: Ranks) -> None:
-    """Its own error has no such note; it tells its task, too."""
+    """The failing rank's own error has no such note; the note also names the task."""
     first, second = two_ranks.run(_each_fails_in_turn)
     assert len(first) == 1
     assert len(second) == 2
@@ -243,7 +243,7 @@ def test_the_rank_that_failed_first_is_noted_on_the_others_errors(two_ranks: Ran
 
 
 def _after_an_old_failure() -> list[str]:
-    """Rank 0 failed long ago; now rank 1 does, and then rank 0 again."""
+    """Return the notes if rank 0 failed long ago, and rank 1 and then rank 0 fail now."""
     _nobody_has_failed()
     notes: list[str] = []
     for rank, age_s in ((0, 2 * RECENT_S), (1, 0.0), (0, 0.0)):
@@ -257,7 +257,7 @@ def _after_an_old_failure() -> list[str]:
 
 
 def test_a_failure_that_was_got_over_is_not_the_cause_of_a_later_one(two_ranks: Ranks) -> None:
-    """The later one takes its place."""
+    """The later failure replaces the caught one."""
     zero, one = two_ranks.run(_after_an_old_failure)
     assert one == []
     assert "rank 1 had failed before" in zero[0]
@@ -265,7 +265,7 @@ def test_a_failure_that_was_got_over_is_not_the_cause_of_a_later_one(two_ranks: 
 
 
 def _after_a_caught_failure(again: bool) -> list[str]:
-    """Rank 1 fails; where all ranks compare a plan after that, it was caught; then rank 0 fails."""
+    """Let rank 1 fail, then rank 0; with ``again`` the ranks compare a plan in between."""
     _nobody_has_failed()
     rank = dist.get_rank()
     if rank == 1:
@@ -279,7 +279,7 @@ def _after_a_caught_failure(again: bool) -> list[str]:
 
 
 def test_a_caught_failure_is_not_the_cause_of_one_in_a_later_run(two_ranks: Ranks) -> None:
-    """Also a recent one; without a later run it may be the cause."""
+    """This also holds for a recent failure; without a later run it may be the cause."""
     zero, _ = two_ranks.run(_after_a_caught_failure, False)
     assert "rank 1 had failed before" in zero[0]
     assert two_ranks.run(_after_a_caught_failure, True) == [[], []]
@@ -311,18 +311,18 @@ def raised_from(cause: Exception) -> Exception:
 def test_who_is_let_down_is_told_by_the_failure_or_by_its_cause(
     error: Exception, kind: str
 ) -> None:
-    """A lost connection, or a stall, whatever a library has made of it; all else is its own."""
+    """A lost connection or a stall, also below a library's error, means that a rank is let down."""
     assert _kind(error) == kind
 
 
 SILENT = (
-    "swpipe: rank 3 reported no failure, which may be the cause: killed, stopped, or ended "
-    "outside the pipeline"
+    "swpipe: rank 3 reported no failure; it may be the cause, if it was killed, was stopped, or "
+    "ended outside the pipeline"
 )
 
 
 def _some_are_let_down(failing: int | None) -> list[str]:
-    """Rank 3 is silent; the others lose their connections, if they do not fail by themselves."""
+    """Let rank 3 be silent, and the others lose their connections, except one that fails itself."""
     _nobody_has_failed()
     rank = dist.get_rank()
     error = Planted("of its own") if rank == failing else RuntimeError(LOST)
@@ -335,9 +335,9 @@ def _some_are_let_down(failing: int | None) -> list[str]:
 def test_ranks_that_are_let_down_blame_no_other_victim(
     four_ranks: Ranks, failing: int | None
 ) -> None:
-    """They name the rank that failed for a reason of its own, or else the one without a word.
+    """They name the rank that failed for its own reason, or else the rank that reported nothing.
 
-    What that one has said long ago, it has got over.
+    A rank has recovered from an error that it reported long ago.
     """
     said = four_ranks.run(_some_are_let_down, failing)
     cause = "swpipe: rank 2 had failed before, which may be the cause: Planted: of its own"
@@ -358,6 +358,6 @@ def _all_are_let_down() -> list[list[str]]:
 def test_where_all_ranks_are_let_down_none_is_blamed_but_one_that_stalled(
     two_ranks: Ranks,
 ) -> None:
-    """As when the network is gone, or when one's stall ends the others."""
+    """Examples are a broken network, and a rank whose stall ends the others."""
     cause = "swpipe: rank 1 had failed before, which may be the cause: StallError: nothing moves"
     assert two_ranks.run(_all_are_let_down) == [[[], [cause]], [[], []]]

@@ -14,7 +14,7 @@ FIRST, SECOND = NAMES[:2]
 
 
 def _changed(act: str, one: str, other: str, check_ranks: bool = True) -> list[str]:
-    """What is said, and shortcut then, where rank 0 changes one task and rank 1 another."""
+    """Let rank 0 change one task and rank 1 another; return the error and the shortcut tasks."""
     with SWPipeline(piped(3), tasks(), check_ranks=check_ranks) as pipe:
         if act == "disable":
             pipe.enable_shortcut(*NAMES)
@@ -34,7 +34,7 @@ def _changed(act: str, one: str, other: str, check_ranks: bool = True) -> list[s
 def test_ranks_that_change_different_shortcuts_are_refused(
     two_ranks: Ranks, act: str, before: list[str], after: list[str]
 ) -> None:
-    """On all of them alike, by name, and nothing changes; those that change the same run then."""
+    """All ranks refuse by name, and nothing changes; ranks that change the same ones run then."""
     for said, *left in two_ranks.run(_changed, act, FIRST, SECOND):
         assert "the ranks would shortcut different tasks" in said
         assert (f"tasks: {FIRST} on rank 0, {SECOND} on rank 1. " in said) is (act == "enable")
@@ -49,7 +49,7 @@ def test_ranks_that_go_alone_are_not_compared(two_ranks: Ranks) -> None:
 
 
 def _block_left(failing: int) -> list[str]:
-    """What is shortcut after a block in which one rank failed; both ranks come out of it."""
+    """Return the shortcut tasks after a block in which one rank failed."""
     with SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as pipe:
         pipe.run(range(2))
         if dist.get_rank() == failing:
@@ -62,12 +62,12 @@ def _block_left(failing: int) -> list[str]:
 
 
 def test_a_block_that_fails_waits_for_no_rank(two_ranks: Ranks) -> None:
-    """The others may never come to its end."""
+    """The other ranks may never reach the end of the block."""
     assert two_ranks.run(_block_left, 1) == [NAMES[:1], []]
 
 
 def _nothing_to_disable() -> int:
-    """One rank disables what is not shortcut."""
+    """Disable a task on one rank that is not shortcut."""
     with SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as pipe:
         if dist.get_rank() == 0:
             pipe.disable_shortcut()
@@ -75,12 +75,12 @@ def _nothing_to_disable() -> int:
 
 
 def test_what_is_not_shortcut_is_disabled_without_a_word(two_ranks: Ranks) -> None:
-    """Nothing changes, so there is nothing to compare."""
+    """Nothing changes, so that there is nothing to compare."""
     assert two_ranks.run(_nothing_to_disable) == [4, 4]
 
 
 def _alone() -> list[str]:
-    """What rank 0 is told, which alone disables a shortcut, and then enables another."""
+    """Let rank 0 alone disable a shortcut and enable another; return its errors."""
     with SWPipeline(piped(3), tasks(), stall_timeout_s=60.0) as pipe:
         pipe.enable_shortcut(FIRST)
         pipe._stall_timeout_s = 0.3
@@ -95,7 +95,7 @@ def _alone() -> list[str]:
 
 
 def test_a_rank_that_changes_shortcuts_alone_is_refused() -> None:
-    """After the time in which a stall is one."""
+    """It is refused after the stall timeout."""
     with Ranks(2) as ranks:  # whose checks are not counted alike after that
         for act, said in zip(("disable", "enable"), ranks.run(_alone)[0], strict=True):
             assert f"rank 1 {act}d no shortcuts within 0.3 s: {act} the same tasks" in said

@@ -24,7 +24,7 @@ JOBS = (
 
 
 def ended(scripts: Scripts, folder: Path, jobs: Collection[str]) -> Iterator[tuple[str, int, str]]:
-    """Job, exit code and standard error of each rank that the stall has to end."""
+    """Yield job, exit code and standard error of each rank that the stall has to end."""
     script = Script(module="tests._distributed.stall_job", args=(str(folder), *jobs))
     done = scripts.run(script, deadline_s=180)
     assert done.returncode == 0, done.stderr
@@ -42,12 +42,12 @@ def ended(scripts: Scripts, folder: Path, jobs: Collection[str]) -> Iterator[tup
 
 
 def test_every_other_rank_ends(scripts: Scripts, tmp_path: Path) -> None:
-    """In time, with an exit code that is not 0, and rank, task and iteration.
+    """Each ends in time, with an exit code that is not 0, and names rank, task and iteration.
 
-    All ways to stop communicating, of the last rank and of the one that holds the store. Inside a
-    collective nothing interrupts the caller's thread; a worker's outlives its script, also where
-    that catches the stall and has its own code. Of the rank that is stopped and holds the store the
-    others learn nothing.
+    The ranks stop communicating in all ways; the one that stops is the last rank, or the rank with
+    the store. Inside a collective, nothing interrupts the caller's thread; a worker's thread
+    outlives its script, also if the script catches the stall and exits with its own code. If the
+    stopped rank has the store, the others learn nothing about it.
     """
     for job, code, error in ended(scripts, tmp_path, JOBS):
         size, how, group = job.split(":")

@@ -25,13 +25,13 @@ from swpipe import SWPipeline
 from tests.support.plans_for_tests import piped, spread, tasks
 
 CHILD_S = 30
-"""After so long SIGALRM ends a child that hangs."""
+"""The time after which SIGALRM ends a child that hangs."""
 
 ALL = list(range(9))
 
 
 def is_refused(call: Callable[[], object]) -> bool:
-    """Whether the call raises, and says why."""
+    """Return whether the call raises an error about the fork."""
     try:
         call()
     except RuntimeError as error:
@@ -40,7 +40,7 @@ def is_refused(call: Callable[[], object]) -> bool:
 
 
 def refused(pipe: SWPipeline) -> None:
-    """Use the parent's pipeline, close it, and make another one; exit with 9 if that is wrong."""
+    """Use the parent's pipeline, close it, and make another one; exit with code 9 on a fault."""
     signal.alarm(CHILD_S)
     data = iter(ALL)
     calls: list[Callable[[], object]] = [
@@ -58,7 +58,7 @@ def refused(pipe: SWPipeline) -> None:
 
 
 def exit_code(child: Callable[[], None]) -> int:
-    """Of a child that does this, and then ends by sys.exit."""
+    """Return the exit code of a child process that calls ``child``."""
     pid = os.fork()
     if pid == 0:
         signal.alarm(CHILD_S)
@@ -68,7 +68,7 @@ def exit_code(child: Callable[[], None]) -> int:
 
 
 def forks(how: str) -> None:
-    """A child of ``os.fork`` or ``multiprocessing``."""
+    """Fork a child by ``os.fork`` or ``multiprocessing`` while a pipeline runs."""
     codes: list[int] = []
 
     def inside() -> None:
@@ -94,7 +94,7 @@ def forks(how: str) -> None:
 
 
 def loads() -> None:
-    """Two loaders, one after the other, each with two worker processes."""
+    """Iterate over a loader with worker processes, inside a loop over the same loader."""
     loader = DataLoader(ALL, batch_size=None, num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]
     with SWPipeline(piped(), tasks(), device="cpu") as pipe:
         for ctx in pipe.iterate(loader):
@@ -103,7 +103,7 @@ def loads() -> None:
 
 
 def main() -> None:
-    """All ways."""
+    """Run all kinds of forks."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", DeprecationWarning)  # of forks while there are threads
     for how in ("refused", "exit", "inside", "process"):

@@ -28,7 +28,7 @@ GRACE_S = 10.0
 
 
 class Trial:
-    """One pipeline, and a signal that comes while it is driven."""
+    """A pipeline, and a signal that arrives while it runs."""
 
     def __init__(self, how: str, rng: random.Random) -> None:
         self.how = how
@@ -39,20 +39,20 @@ class Trial:
         self.pipe = SWPipeline(spread(), tasks(), device="cpu")
 
     def close(self, signum: int, frame: FrameType | None) -> None:
-        """What the handler of SIGALRM does."""
+        """Close the pipeline, as a handler of SIGALRM."""
         self.signals -= 1
         self.pipe.close()
         if self.how == "close":
             raise SystemExit(0)
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Like Ctrl-C, which somebody presses until there is an effect."""
+        """Raise KeyboardInterrupt as long as signals are left, like repeated Ctrl-C."""
         if self.signals > 0 and self.driving:
             self.signals -= 1
             raise KeyboardInterrupt
 
     def run(self) -> str:
-        """What went wrong; empty if nothing did."""
+        """Run the trial; return a description of what went wrong, or ""."""
         closing = self.how in ("close", "closing")
         signal.signal(signal.SIGALRM, self.close if closing else self.interrupt)
         again_s = {"storm": 50e-6, "one": 1e-3}.get(self.how, 0.0)
@@ -77,7 +77,7 @@ class Trial:
         return self.afterwards()
 
     def under_fire(self) -> None:
-        """Drive, and note what that raises."""
+        """Drive the pipeline, and note the error that it raises."""
         try:
             self.driving = True
             self.drive()
@@ -89,7 +89,7 @@ class Trial:
             self.driving = False
 
     def drive(self) -> None:
-        """Call it until the signal comes."""
+        """Run the pipeline until the signal arrives."""
         while self.signals > 0 or self.how == "closing":
             data = iter(range(50))
             if self.how in ("closing", "one"):
@@ -100,7 +100,7 @@ class Trial:
                     pass
 
     def afterwards(self) -> str:
-        """Whether the pipeline runs again, and closes."""
+        """Return a description of the fault if the pipeline does not run again or close, or ""."""
         if not self.pipe.closed:
             try:
                 self.pipe.drain()
@@ -120,7 +120,7 @@ class Trial:
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """End the process, with all stacks, if the block takes longer."""
+    """End the process with all stacks if the block takes longer."""
     import faulthandler
 
     faulthandler.dump_traceback_later(seconds, exit=True)
@@ -129,7 +129,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def main() -> None:
-    """All trials."""
+    """Run all trials."""
     seed, count = map(int, sys.argv[1:3])
     rng = random.Random(seed)
     for how in sys.argv[3:]:

@@ -29,22 +29,22 @@ FAILS_AT = {"caller": "forward", "worker": "h2d"}
 
 
 class Planted(Exception):
-    """What tests plant."""
+    """An error that a test raises on purpose."""
 
 
 def make(plan: PipelinePlan | None = None, **fns: Callable[[IterContext], Any]) -> SWPipeline:
-    """A pipeline on two thread groups, of tasks that run these functions."""
+    """Return a pipeline on two thread groups whose tasks run the given functions."""
     return SWPipeline(plan or piped(), tasks(**fns), device="cpu")
 
 
 def batches(pipe: SWPipeline, data: Any) -> list[int]:
-    """What comes out."""
+    """Return the batches of all contexts."""
     return [ctx.batch for ctx in pipe.iterate(data)]
 
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Only reference counts free anything within the block."""
+    """Switch off the garbage collector within the block: only reference counts free memory."""
     gc.collect()
     gc.disable()
     try:
@@ -54,12 +54,12 @@ def no_collector() -> Iterator[None]:
 
 
 def held() -> tuple[int, int]:
-    """This process's threads and open descriptors."""
+    """Return the numbers of threads and open descriptors of this process."""
     return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
 
 def memory_mib() -> float:
-    """The most memory that this process has had."""
+    """Return the peak memory of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -69,7 +69,7 @@ def memory_mib() -> float:
 def test_a_signal_that_raises_in_the_finalizer_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Python loses that exception, and the finalizer is cut short: the watchdog ends the run."""
+    """Python loses that exception, and the finalizer stops half-way: the watchdog ends the run."""
     lost: list[Any] = []
     ends: list[int] = []
     end = Run.end
@@ -94,7 +94,7 @@ def test_a_signal_that_raises_in_the_finalizer_leaves_no_thread(
 
 
 def test_pipelines_dropped_in_mid_flight_give_all_back_and_warn_of_the_line() -> None:
-    """Without close(): threads, descriptors and memory go back, each with a ResourceWarning."""
+    """Threads, descriptors and memory are freed without close(), with one ResourceWarning each."""
     count = 30
     make().run(range(3))
     before, before_mib = held(), memory_mib()
@@ -115,7 +115,7 @@ def test_pipelines_dropped_in_mid_flight_give_all_back_and_warn_of_the_line() ->
 
 
 class Data:
-    """An iterator that can be referred to weakly."""
+    """An iterator that supports weak references."""
 
     def __init__(self) -> None:
         self.numbers = iter(range(5))
@@ -131,7 +131,7 @@ class Data:
 
 
 def interrupted(pipe: SWPipeline, data: Data) -> None:
-    """Ctrl-C in the iterator."""
+    """Run on data that ends with KeyboardInterrupt."""
     data.end = KeyboardInterrupt
     with suppress(KeyboardInterrupt):
         pipe.run(data)
@@ -148,7 +148,7 @@ ENDS: dict[str, Callable[[SWPipeline, Data], object]] = {
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("plan", [piped(), spread(), SERIAL], ids=["two", "four", "serial"])
 def test_what_has_ended_is_freed_without_the_collector(plan: PipelinePlan, end: str) -> None:
-    """Drained data, and then the pipeline, without a warning: no reference cycle holds them."""
+    """Drained data, and then the pipeline, are freed silently: no reference cycle holds them."""
     with no_collector():
         pipe, data = make(plan), Data()
         pipe.fill_pipeline(data)
@@ -168,7 +168,7 @@ def test_what_has_ended_is_freed_without_the_collector(plan: PipelinePlan, end: 
 @pytest.mark.parametrize("inner_name", ["h2d", "forward"])
 @pytest.mark.parametrize("name", ["h2d", "forward", "iterator"])
 def test_a_failure_of_an_inner_pipeline_comes_through_as_itself(name: str, inner_name: str) -> None:
-    """With the notes of both; both run again."""
+    """It has the notes of both pipelines; both run again."""
     planted = Planted("inner")
     armed = [planted]
 
@@ -194,7 +194,7 @@ def test_a_failure_of_an_inner_pipeline_comes_through_as_itself(name: str, inner
 
 
 def test_successive_calls_may_come_from_different_threads() -> None:
-    """As from a pool of threads."""
+    """The calls may come from a pool of threads, for example."""
     with make() as pipe, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
         data = iter(range(8))
         out = [(one, two)[i % 2].submit(pipe.progress, data).result().batch for i in range(8)]
@@ -206,7 +206,7 @@ def test_successive_calls_may_come_from_different_threads() -> None:
 
 
 def test_close_warns_of_a_worker_that_does_not_return() -> None:
-    """With the thread group and the task; the thread ends once the task returns."""
+    """The warning names the thread group and the task; the thread ends when the task returns."""
     inside, release = threading.Event(), threading.Event()
 
     def hang(ctx: IterContext) -> None:
@@ -230,7 +230,7 @@ def test_close_warns_of_a_worker_that_does_not_return() -> None:
 @pytest.mark.parametrize("name", ["h2d", "forward"])
 @pytest.mark.parametrize("kind", [None, Planted, SystemExit])
 def test_a_task_may_close_its_pipeline(kind: type[BaseException] | None, name: str) -> None:
-    """The call says so, or has the task's own error; that of a worker comes too late."""
+    """The call raises, or has the task's own error; a worker's error comes too late."""
 
     def close(ctx: IterContext) -> None:
         if ctx.batch == 2:
@@ -249,7 +249,7 @@ def test_a_task_may_close_its_pipeline(kind: type[BaseException] | None, name: s
 
 
 def test_two_threads_may_close_at_once_and_twice() -> None:
-    """While a third drives: all return, and the call under way says why it ends."""
+    """A third thread drives: all return, and the interrupted call says why it ends."""
     for _ in range(10):
         pipe, data = make(spread()), iter(range(10**6))
         pipe.fill_pipeline(data)
@@ -277,13 +277,13 @@ def test_two_threads_may_close_at_once_and_twice() -> None:
 
 @dataclass(frozen=True)
 class Frozen(Exception):
-    """Nothing can be set on it."""
+    """An exception whose attributes cannot be set."""
 
     what: str = "refuses notes"
 
 
 class Hostile(Exception):
-    """Raises when asked for its notes."""
+    """An exception whose ``__notes__`` raises."""
 
     @property
     def __notes__(self) -> list[str]:
@@ -295,7 +295,7 @@ class Hostile(Exception):
 def test_an_exception_that_refuses_notes_comes_out_as_itself(
     kind: type[Exception], where: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its note goes to standard error; the run ends at once, and the pipeline runs again."""
+    """Its note is printed to standard error; the run ends at once, and the pipeline runs again."""
     planted = kind()
     armed = [planted]
 
@@ -313,7 +313,7 @@ def test_an_exception_that_refuses_notes_comes_out_as_itself(
 
 @pytest.mark.parametrize("where", ["caller", "worker", "iterator", "serial"])
 def test_a_failed_iterations_context_is_freed_once_the_failure_is_handled(where: str) -> None:
-    """Without the collector: "catch out of memory, retry smaller" has the memory back."""
+    """It needs no collector: "catch out of memory, retry with less" gets the memory back."""
     refs: list[weakref.ref[Any]] = []
 
     def keep(ctx: IterContext) -> None:
@@ -343,7 +343,7 @@ def test_a_failed_iterations_context_is_freed_once_the_failure_is_handled(where:
 
 
 def one_round(pipe: SWPipeline, number: int) -> None:
-    """Fill, and then fail, close, drain, or run to the end."""
+    """Fill the pipeline, and then fail, close, drain, or run to the end."""
     data = iter([torch.full((250_000,), i) for i in range(6)])
     pipe.fill_pipeline(data)
     if number % 4 == 0:
@@ -360,13 +360,13 @@ def one_round(pipe: SWPipeline, number: int) -> None:
 
 
 def fail_at_minus_one(ctx: IterContext) -> None:
-    """The task of the rounds that fail."""
+    """Raise for a negative batch."""
     if ctx.batch[0] < 0:
         raise Planted
 
 
 def test_rounds_without_growth() -> None:
-    """Of threads, descriptors and memory, whatever way each round ends."""
+    """Threads, descriptors and memory do not grow, however each round ends."""
     rounds = 48
     make().run(range(3))
     before, before_mib = held(), 0.0

@@ -1,4 +1,4 @@
-"""One call at a time, whoever was cut short before; what is executed is read from its frame."""
+"""One call at a time, even after an interrupted call; a call's frame tells whether it runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.test_layout import PACKAGE
 
 
 def cut_short(access: ExclusiveAccess) -> None:
-    """A call that enters, and never leaves."""
+    """Enter, and return without leaving, as an interrupted call does."""
     access.enter(sys._getframe())
 
 
 def elsewhere(access: ExclusiveAccess, frame: FrameType) -> bool:
-    """Whether another thread may enter."""
+    """Return whether another thread may enter."""
     entered: list[bool] = []
 
     def enter() -> None:
@@ -41,7 +41,7 @@ def elsewhere(access: ExclusiveAccess, frame: FrameType) -> bool:
 
 
 def test_a_call_that_was_cut_short_keeps_nobody_out() -> None:
-    """Its frame is no longer executed: the next call takes over, and is alone until it leaves."""
+    """Its frame is no longer executed: the next call takes over, and is alone until it ends."""
     access = ExclusiveAccess()
     cut_short(access)
     access.enter(sys._getframe())
@@ -52,7 +52,7 @@ def test_a_call_that_was_cut_short_keeps_nobody_out() -> None:
 
 
 def test_one_of_two_that_take_over_at_once_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one found the call that was cut short, too, and has been quicker."""
+    """The other call also found the interrupted call, and was faster."""
     access, frame = ExclusiveAccess(), sys._getframe()
     cut_short(access)
 
@@ -69,7 +69,7 @@ def test_one_of_two_that_take_over_at_once_is_let_in(monkeypatch: pytest.MonkeyP
 
 
 def test_a_frame_is_executed_until_its_function_ends() -> None:
-    """By return and by an exception; a frame that called another one is executed as well."""
+    """It ends by return or by an exception; a frame that called another one is executed, too."""
     seen = []
 
     def ends(error: type[BaseException] | None) -> None:
@@ -86,7 +86,7 @@ def test_a_frame_is_executed_until_its_function_ends() -> None:
 
 
 def test_a_frame_of_another_thread_is_executed_until_that_ends() -> None:
-    """Whoever waits for another thread's block asks this."""
+    """A thread that waits for another thread's block relies on this."""
     seen, begun, end = [], threading.Event(), threading.Event()
 
     def waits() -> None:
@@ -104,7 +104,7 @@ def test_a_frame_of_another_thread_is_executed_until_that_ends() -> None:
 
 
 def test_only_the_report_of_a_stall_reads_the_stacks_of_other_threads() -> None:
-    """CPython 3.11 crashed where ``close``, in a signal handler, read that of an ending thread.
+    """CPython 3.11 crashed if ``close`` in a signal handler read the stack of an ending thread.
 
     About one in 5,000 handlers that closed a pipeline ended the process by a segmentation fault.
     """
@@ -117,7 +117,7 @@ def test_only_the_report_of_a_stall_reads_the_stacks_of_other_threads() -> None:
 
 
 def test_a_call_takes_away_what_watched_its_tasks_and_nothing_else() -> None:
-    """An interrupt has kept it on the thread; a mode of the user's stays where it was."""
+    """An interrupt has left the watch on the thread; the user's mode stays as it was."""
     access, own = ExclusiveAccess(), TorchDispatchMode()
     with own:
         access.enter(sys._getframe())

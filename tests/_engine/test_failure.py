@@ -41,11 +41,11 @@ PLANS = {
 
 
 class Planted(Exception):
-    """What tests plant."""
+    """An error that a test raises on purpose."""
 
 
 def at(iteration: int, act: Callable[[], Any]) -> Callable[[IterContext], None]:
-    """Do something in one iteration only."""
+    """Return a task function that calls ``act`` in one iteration only."""
 
     def run(ctx: IterContext) -> None:
         if ctx.batch == iteration:
@@ -55,13 +55,13 @@ def at(iteration: int, act: Callable[[], Any]) -> Callable[[IterContext], None]:
 
 
 def throw(error: BaseException) -> Any:
-    """Raise, where only an expression may stand."""
+    """Raise an error; usable as an expression."""
     raise error
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that can end are waited for as long as a busy machine takes."""
+    """Wait longer for threads that end, for a busy machine."""
     monkeypatch.setattr(swpipe._engine.run, "JOIN_GRACE_S", PATIENCE_S)
     monkeypatch.setattr(swpipe._engine.watchdog, "GRACE_S", PATIENCE_S)
 
@@ -74,7 +74,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failure_in_any_task_reaches_the_caller_as_itself(
     which: str, name: str, iteration: int, kind: type[BaseException]
 ) -> None:
-    """With what it was handling, and a note of where; no thread is left; the pipeline runs on."""
+    """It has its context and a note of its place; no thread remains; the pipeline runs again."""
     plan, planted, first = PLANS[which], kind("planted"), KeyError("first")
     armed = [planted, first]
 
@@ -109,7 +109,7 @@ def test_a_failure_in_any_task_reaches_the_caller_as_itself(
 def test_everybody_hears_of_a_failure_at_that_moment(
     plan: PipelinePlan, name: str, seed: int
 ) -> None:
-    """On a clock of its own, where every task takes a second: no task begins after it."""
+    """On a separate clock, where every task takes a second, no task begins after the failure."""
     host, begun_s, failed_s = TimedHost(seed), [], []
 
     def second(task: str, ctx: IterContext) -> None:
@@ -123,7 +123,7 @@ def test_everybody_hears_of_a_failure_at_that_moment(
     with SWPipeline(plan, tasks(**slow), device=CpuOn(host), stall_timeout_s=None) as pipe:
         with pytest.raises(Planted):
             pipe.run(range(30))
-        # What was under way has come to its end, and others began in that very moment at most.
+        # Running tasks have ended, and others began at that very moment at most.
         assert max(begun_s) <= failed_s[0]
         assert host.perf_counter() <= failed_s[0] + 1.0
 
@@ -135,7 +135,7 @@ def test_everybody_hears_of_a_failure_at_that_moment(
 def test_a_hang_in_any_task_is_reported(
     which: str, name: str, iteration: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stall's report says who is inside what; the pipeline runs on once the task returns."""
+    """The report says which task each thread runs; the pipeline runs again after the task."""
     plan, place = PLANS[which], Hang(monkeypatch)
     mine = tasks(**{name: at(iteration, place.hang)})
     with SWPipeline(plan, mine, stall_timeout_s=0.1, device=CpuOn(place)) as pipe:
@@ -148,7 +148,7 @@ def test_a_hang_in_any_task_is_reported(
 
 @pytest.mark.parametrize("name", ["dist", "forward"])
 def test_a_hang_is_reported_after_the_time_that_was_set(name: str) -> None:
-    """On the machine's own clock, with the interrupt's own time to arrive."""
+    """The time includes the arrival of the interrupt, on the real clock."""
     release = threading.Event()
     hang = at(3, release.wait)
     with SWPipeline(piped(), tasks(**{name: hang}), stall_timeout_s=1.0) as pipe:
@@ -164,7 +164,7 @@ def test_a_hang_is_reported_after_the_time_that_was_set(name: str) -> None:
 def test_a_caller_is_interrupted_though_a_library_hooked_sigint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A hook with SA_RESTART, as polars installs, once kept a blocked caller asleep for good."""
+    """A handler with SA_RESTART, as polars installs, made a blocked caller sleep without end."""
     place = Hang(monkeypatch)
     rescue = threading.Timer(PATIENCE_S, place.release.set)
     rescue.start()
@@ -179,7 +179,7 @@ def test_a_caller_is_interrupted_though_a_library_hooked_sigint(
 
 
 def test_a_stall_names_the_unmet_edge_and_shows_all_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for which task of which iteration on which group, with the line that hangs."""
+    """It says which thread group waits for which task and iteration, with the line that hangs."""
     place = Hang(monkeypatch, noticed=lambda: has_come_to(pipe, "default", "dist", 3))
     plan = spread(("io", "default", "default", "default", "default"))
     hang = at(3, lambda: place.hang())
@@ -200,7 +200,7 @@ def test_a_stall_names_the_unmet_edge_and_shows_all_stacks(monkeypatch: pytest.M
 
 
 def test_a_hanging_iterator_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pulling a batch that never comes is a stall as well."""
+    """A batch that never comes is also a stall."""
     place = Hang(monkeypatch)
 
     def data() -> Iterator[int]:
@@ -233,7 +233,7 @@ def test_what_waits_while_the_pipeline_fills_has_no_iteration_yet(
 
 
 def test_ctrl_c_while_the_pipeline_fills_has_no_iteration_yet() -> None:
-    """Where the caller is then, no task of an iteration is."""
+    """At that point, the caller is in no task of an iteration."""
 
     class Interrupt(Observer):
         def arrive(self, ins: Any, iteration: int) -> None:
@@ -250,7 +250,7 @@ def test_ctrl_c_while_the_pipeline_fills_has_no_iteration_yet() -> None:
 def test_a_caller_on_another_thread_gets_a_stall_as_soon_as_its_task_runs_python(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Off the main thread there is no signal: an asynchronous exception ends Python code."""
+    """No signal reaches another thread: an asynchronous exception ends its Python code."""
     place = Hang(monkeypatch)
     caught: list[BaseException] = []
     give_up = time.monotonic() + PATIENCE_S
@@ -275,7 +275,7 @@ def test_a_caller_on_another_thread_gets_a_stall_as_soon_as_its_task_runs_python
 
 
 def test_time_between_calls_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the time inside ``progress`` counts: the user may take as long as they like."""
+    """Only time within ``progress`` counts: the user may take any time between calls."""
     place, looked = Hang(monkeypatch), threading.Event()
     place.noticed = lambda: place.looks < 5 or looked.set() is not None
     data = iter(range(9))
@@ -288,7 +288,7 @@ def test_time_between_calls_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class LookedAt(Hang):
-    """Counts how often the watchdog looks while a call is under way, once it is to be counted."""
+    """A clock that counts the watchdog's looks during a call, once ``counts`` is set."""
 
     in_call = 0
     counts = False
@@ -302,7 +302,7 @@ class LookedAt(Hang):
 def test_a_call_has_all_its_time_however_long_the_body_took(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Here it waits for the loader, which has not moved since the body began, five hours ago."""
+    """The call waits for the loader, which has not moved since the body began, five hours ago."""
     place, looked, goes_on = LookedAt(monkeypatch), threading.Event(), threading.Event()
     place.noticed = lambda: place.looks < 5 or looked.set() is not None
 
@@ -331,7 +331,7 @@ def test_a_call_has_all_its_time_however_long_the_body_took(
 
 @pytest.mark.usefixtures("patient")
 def test_an_error_of_the_iterator_reaches_the_caller_as_itself() -> None:
-    """The user's data is theirs to fail, and the note says which batch was pulled."""
+    """The error is the user's, and the note says which batch was pulled."""
     planted = Planted("no more")
 
     def data() -> Iterator[int]:
@@ -349,7 +349,7 @@ def test_an_error_of_the_iterator_reaches_the_caller_as_itself() -> None:
 
 @pytest.mark.parametrize("name", ["h2d", "forward"])
 def test_stop_iteration_out_of_a_task_does_not_end_the_data(name: str) -> None:
-    """It would end training in silence; it comes out as an error instead."""
+    """It would end training silently; therefore it is raised as an error."""
     with SWPipeline(piped(), tasks(**{name: at(2, lambda: throw(StopIteration()))})) as pipe:
         with pytest.raises(RuntimeError, match="only the iterator may raise") as caught:
             pipe.run(range(9))
@@ -358,7 +358,7 @@ def test_stop_iteration_out_of_a_task_does_not_end_the_data(name: str) -> None:
 
 
 def test_the_first_of_two_failures_is_the_one_raised() -> None:
-    """A second lane that fails while the run comes down does not replace the cause."""
+    """A second failure, while the run ends, does not replace the first."""
     forward_is_in, first_is_out = threading.Event(), threading.Event()
 
     def fail_first() -> None:
@@ -406,7 +406,7 @@ class StuckDevice(StreamDevice[str]):
 
 
 class StuckEvent(NoEvent):
-    """One that is never reached; after a cancellation it may be asked once, to be told of it."""
+    """An event that is never reached; after a cancellation it may be queried once more."""
 
     def __init__(self, device: StuckDevice) -> None:
         self._device = device
@@ -422,7 +422,7 @@ class StuckEvent(NoEvent):
 
 
 def test_a_failure_ends_the_wait_for_the_device() -> None:
-    """The caller waits to admit an iteration, on a device that hangs, while a worker fails."""
+    """The caller waits for a hanging device to admit an iteration, while a worker fails."""
     device = StuckDevice()
 
     def read(ctx: IterContext) -> None:
@@ -450,7 +450,7 @@ def test_a_failure_ends_the_wait_for_the_device() -> None:
 
 
 class AfterRetirement(Observer):
-    """Acts right after an iteration was retired, within the same call."""
+    """An observer that acts directly after an iteration was retired, within the same call."""
 
     def __init__(self, iteration: int, act: Callable[[], Any]) -> None:
         self.iteration, self.act = iteration, act
@@ -487,7 +487,7 @@ def test_what_was_retired_is_handed_out_before_a_failure_of_the_same_turn() -> N
 
 
 def test_a_pipeline_that_is_closed_right_after_a_retirement_ends_with_the_call() -> None:
-    """The iteration is handed out, and the call leaves nothing behind."""
+    """The iteration is returned, and the call leaves nothing behind."""
     pipe = SWPipeline(piped(), tasks())
     with pipe.observe(AfterRetirement(0, pipe.close)):
         assert pipe.progress(iter(range(9))).batch == 0
@@ -496,7 +496,7 @@ def test_a_pipeline_that_is_closed_right_after_a_retirement_ends_with_the_call()
 
 
 def test_ctrl_c_right_after_the_last_retirement_is_raised() -> None:
-    """Though all is done by then, it is not swallowed."""
+    """It is raised though all work is done by then."""
     interrupt = AfterRetirement(0, lambda: throw(KeyboardInterrupt()))
     with SWPipeline(piped(), tasks()) as pipe, pipe.observe(interrupt):
         data = iter([0])
@@ -508,7 +508,7 @@ def test_ctrl_c_right_after_the_last_retirement_is_raised() -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_ctrl_c_after_a_retirement_comes_before_a_workers_failure() -> None:
-    """It is raised by the next call, with a note of the failure that came first."""
+    """The next call raises it, with a note of the failure that came first."""
     retired = threading.Event()
 
     def fail() -> None:
@@ -534,7 +534,7 @@ def test_ctrl_c_after_a_retirement_comes_before_a_workers_failure() -> None:
 
 
 def test_draining_keeps_what_came_out_before_a_failure() -> None:
-    """The failure comes at once, and the next call hands out what was complete by then."""
+    """The failure is raised at once, and the next call returns the complete iterations."""
     data = iter(range(9))
     with SWPipeline(piped(), tasks(forward=at(2, lambda: throw(Planted())))) as pipe:
         assert pipe.progress(data).batch == 0
@@ -550,7 +550,7 @@ def test_draining_keeps_what_came_out_before_a_failure() -> None:
 def test_a_drain_that_was_interrupted_goes_on_with_a_drain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever else is called would admit more: it is refused, and nothing is lost."""
+    """Any other call would admit more batches: it is refused, and nothing is lost."""
     data = iter(range(9))
     with SWPipeline(piped(), tasks()) as pipe:
         assert pipe.progress(data).batch == 0
@@ -572,7 +572,7 @@ def test_a_drain_that_was_interrupted_goes_on_with_a_drain(
 def test_a_call_that_was_cut_short_while_it_ended_is_ended_by_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Here by an interrupt right after a failure: what it has left is in nobody's way."""
+    """An interrupt right after a failure ends the call; its remains do not disturb the next one."""
     with SWPipeline(piped(), tasks(forward=at(1, lambda: throw(Planted())))) as pipe:
         data = iter(range(9))
         assert pipe.progress(data).batch == 0
@@ -586,7 +586,7 @@ def test_a_call_that_was_cut_short_while_it_ended_is_ended_by_the_next(
 def test_the_watchdogs_interrupt_does_not_escape_from_the_handling_of_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A task that fails just when the stall is reported: the stall is raised, as itself.
+    """The task fails just when the stall is reported: the stall is raised unchanged.
 
     The watchdog has taken the caller's entry by then, and the caller waits for its interrupt.
     """
@@ -618,7 +618,7 @@ def test_the_watchdogs_interrupt_does_not_escape_from_the_handling_of_a_failure(
 
 
 def test_ctrl_c_while_waiting_for_a_worker_comes_through() -> None:
-    """SIGINT on the main thread ends ``progress`` though it sleeps on a lock, and cleans up."""
+    """SIGINT on the main thread ends ``progress``, though it sleeps on a lock, and cleans up."""
     release = threading.Event()
 
     def interrupt() -> None:
@@ -635,7 +635,7 @@ def test_ctrl_c_while_waiting_for_a_worker_comes_through() -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_closing_while_a_run_begins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison across ranks takes its time; a close in it once left threads running."""
+    """The comparison of ranks takes time; a close during it once left threads running."""
     pipe = SWPipeline(piped(), tasks())
     monkeypatch.setattr("swpipe._engine.driver.check_same_plan", lambda digest: pipe.close())
     with pytest.raises(RuntimeError, match="closed during this call"):
@@ -674,14 +674,14 @@ else:
 
 
 def test_a_script_may_end_while_a_worker_is_inside_torch(scripts: Scripts) -> None:
-    """Cut off there, a thread takes the whole process down with it (exit code 134)."""
+    """A thread that ends there would abort the whole process (exit code 134)."""
     both = [f"WHICH = {which!r}\n{UNCLOSED}" for which in ("never closed", "failed")]
     assert scripts.run_together([Script(code) for code in both]) == [(0, "", "")] * 2
 
 
 @pytest.mark.usefixtures("patient")
 def test_a_thread_that_cannot_start_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the system refuses a thread, those started before it end."""
+    """If the system refuses a thread, the threads that started before it end."""
     start = threading.Thread.start
 
     def refuse(self: threading.Thread) -> None:

@@ -22,7 +22,7 @@ PLANS = {
 
 
 def tasks_that_tell(host: ExploringHost, ran: list[tuple[str, int]]) -> list[PipelineTask]:
-    """Tasks that note their name and batch in ``ran``, after a chance for others to run."""
+    """Return tasks that let other threads run, and then note their name and batch in ``ran``."""
 
     def run(name: str, ctx: IterContext) -> None:
         host.pause()
@@ -32,7 +32,7 @@ def tasks_that_tell(host: ExploringHost, ran: list[tuple[str, int]]) -> list[Pip
 
 
 def interleaving_of(plan: PipelinePlan, seed: int) -> list[tuple[str, int]]:
-    """What ran when, over six batches."""
+    """Return the runs of tasks over six batches, in order."""
     host, ran = ExploringHost(seed), []
     tasks = tasks_that_tell(host, ran)
     with SWPipeline(plan, tasks, device=CpuOn(host), stall_timeout_s=None) as pipe:
@@ -43,7 +43,7 @@ def interleaving_of(plan: PipelinePlan, seed: int) -> list[tuple[str, int]]:
 @pytest.mark.examples
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_one_plan_under_many_schedules(plan: PipelinePlan) -> None:
-    """Each schedule ends, and keeps the order of every task's iterations; many of them differ."""
+    """Each schedule ends, and keeps the order of every task's iterations; many schedules differ."""
     interleavings = set()
     for seed in seeds("interleavings", SCHEDULES):
         ran = interleaving_of(plan, seed)
@@ -54,5 +54,5 @@ def test_one_plan_under_many_schedules(plan: PipelinePlan) -> None:
 
 
 def test_the_same_seed_gives_the_same_interleaving() -> None:
-    """What was found can be found again."""
+    """A failure that was found can be found again."""
     assert interleaving_of(spread(), 7) == interleaving_of(spread(), 7)

@@ -27,21 +27,21 @@ SWPIPE = str(Path(swpipe.__file__).parent)
 
 
 class Place(NamedTuple):
-    """An instruction of swpipe's, or of ``threading``, before which CPython looks for signals.
+    """An instruction of swpipe or ``threading`` before which CPython handles signals.
 
-    That is the first of a function, and whatever follows a call or a jump backwards.
+    It is the first of a function, or it follows a call or a backward jump.
     """
 
     code: CodeType
     offset: int
     times: int
-    """How often it was come to before."""
+    """How often the instruction was reached before."""
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt in this thread at a place; without one it notes all of them.
+    """A tracer that raises KeyboardInterrupt at a place, or without one notes all places.
 
-    The code of the place alone is traced: what else runs on the way is as quick as ever.
+    Only the code of the place is traced, so that all other code runs at full speed.
     """
 
     def __init__(self, place: Place | None = None) -> None:
@@ -82,7 +82,7 @@ class Interrupter:
         self.seen[here] += 1
 
     def places(self) -> list[Place]:
-        """Each the first or, every other one, the last time that it was come to."""
+        """Return all places, alternately at their first and their last occurrence."""
         return [
             Place(*here, times - 1 if k % 2 else 0)
             for k, (here, times) in enumerate(self.seen.items())
@@ -93,7 +93,7 @@ _CHECKS: dict[Any, frozenset[int]] = {}
 
 
 def signal_checks(code: Any) -> frozenset[int]:
-    """The offsets of instructions before which CPython looks for signals."""
+    """Return the offsets of the instructions before which CPython handles signals."""
     if code not in _CHECKS:
         found, after = set(), False
         for ins in dis.get_instructions(code):
@@ -105,7 +105,7 @@ def signal_checks(code: Any) -> frozenset[int]:
 
 
 def use_again(pipe: SWPipeline) -> list[int]:
-    """Run on new data; where that is refused, do what the error says first."""
+    """Run on new data; if that is refused, first call ``drain`` as the error says."""
     for _ in range(3):
         try:
             return [ctx.batch for ctx in pipe.iterate(range(100, 104))]
@@ -118,7 +118,7 @@ def use_again(pipe: SWPipeline) -> list[int]:
 
 
 def fill(pipe: SWPipeline, data: Iterator[int]) -> None:
-    """The prologue and one period."""
+    """Run the prologue and one period."""
     pipe.fill_pipeline(data)
     pipe.progress(data)
 
@@ -129,13 +129,13 @@ CALLS: dict[str, tuple[bool, Callable[[SWPipeline, Iterator[int]], object]]] = {
     "drain": (True, lambda pipe, _: pipe.drain()),
     "__exit__": (True, lambda pipe, _: pipe.__exit__(None, None, None)),
 }
-"""Whether the pipeline is full before, and what is interrupted."""
+"""Pairs: whether the pipeline is full before, and the call that is interrupted."""
 
 
 def interrupted(
     plan: PipelinePlan, name: str, place: Place | None = None
 ) -> tuple[SWPipeline, Interrupter, list[tuple[str, int]]]:
-    """A pipeline of which a call was interrupted at a place; and which task ran on which batch."""
+    """Return a pipeline with an interrupted call, the tracer, and the runs of tasks."""
     full, act = CALLS[name]
     ran: list[tuple[str, int]] = []
 
@@ -161,9 +161,9 @@ def interrupted(
 def test_an_interrupt_at_any_place_leaves_a_pipeline_that_closes_and_runs(
     plan: PipelinePlan, step: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No thread is left; a new fill works, or after the mend it names; no task runs twice.
+    """No thread remains; a new fill works, or works as its error says; no task runs twice.
 
-    With more groups the places are the same ones more often: every fifth of them is tried.
+    With more groups the places are mostly the same: every fifth of them is tried.
     """
     # Threads that can end are waited for as long as a busy machine takes.
     monkeypatch.setattr(swpipe._engine.run, "JOIN_GRACE_S", PATIENCE_S)
@@ -184,7 +184,7 @@ def test_an_interrupt_at_any_place_leaves_a_pipeline_that_closes_and_runs(
 
 @pytest.mark.slow
 def test_an_interrupt_at_any_place_leaves_nothing_that_watches() -> None:
-    """Neither on the caller's thread, where all later operators would go through it."""
+    """Nothing remains on the caller's thread, where it would see all later operators."""
     task = PipelineTask("a", lambda ctx: torch.zeros(2).add_(1))
     plan = PipelinePlan({task: TaskSchedule()}, pipeline_depth=2)
     watched = 0
@@ -207,7 +207,7 @@ def test_a_worker_that_begins_after_the_end_ends_at_once() -> None:
     """An interrupt can come between a thread's start and the run's taking note of it."""
 
     class Late(Host):
-        """Its threads begin when the test says so, and nobody knows of them."""
+        """A host whose threads start when the test calls ``begin``, and are never registered."""
 
         def __init__(self) -> None:
             self.begin: list[Callable[[], None]] = []

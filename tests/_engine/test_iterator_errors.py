@@ -1,4 +1,4 @@
-"""An error of the iterator waits in line, and nothing that was pulled is lost."""
+"""An error of the iterator is raised in order, and no pulled batch is lost."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ PLANS: dict[str, Callable[[], PipelinePlan]] = {
     "pulled by a group": lambda: replace(piped(4), pull_group="loader"),
 }
 FAILS = (0, 3, 4, 9)
-"""Numbers that the iterator does not give: at both ends, and two in a row."""
+"""Batches in whose place the iterator raises: at both ends, and two in a row."""
 
 RIGHT = ["bad 0", 1, 2, "bad 3", "bad 4", 5, 6, 7, 8, "bad 9"]
-"""What a plain loop sees: batches, and errors in their places."""
+"""The results of a plain loop: batches, and errors in their places."""
 
 
 class Corrupt(Exception):
-    """An error of the iterator."""
+    """An error that the iterator raises on purpose."""
 
 
 class Rows(Iterator[int]):
-    """Numbers from 0; those in ``FAILS`` are errors, after which it goes on."""
+    """An iterator over numbers from 0 that raises at those in ``FAILS``, and then continues."""
 
     def __init__(self, count: int = 10) -> None:
         self.count, self.next = count, 0
@@ -44,7 +44,7 @@ class Rows(Iterator[int]):
 
 
 def seen(call: Callable[[], Any]) -> list[Any]:
-    """What a loop sees that calls until the data ends, and goes on after each error."""
+    """Return the batches and errors of a loop that continues after each error to the data's end."""
     found: list[Any] = []
     while True:
         try:
@@ -64,7 +64,7 @@ def each_plan(request: pytest.FixtureRequest) -> Iterator[SWPipeline[IterContext
 
 
 def test_batches_and_errors_come_in_the_order_of_a_plain_loop(pipe: SWPipeline) -> None:
-    """All batches are handed out, and each error comes between those before it and after it."""
+    """All batches are returned, and each error comes between its neighbours."""
     data = Rows()
     assert seen(lambda: pipe.progress(data)) == RIGHT
     assert pipe.next_iteration == 6
@@ -72,7 +72,7 @@ def test_batches_and_errors_come_in_the_order_of_a_plain_loop(pipe: SWPipeline) 
 
 
 def test_progress_without_an_iterator_goes_on_after_an_error(pipe: SWPipeline) -> None:
-    """With the one that has failed."""
+    """It goes on with the iterator that has failed."""
     pipe.fill_pipeline(data := iter([1, 2]))
     assert data is not None
     assert seen(pipe.progress) == [1, 2]
@@ -83,7 +83,7 @@ def test_progress_without_an_iterator_goes_on_after_an_error(pipe: SWPipeline) -
 
 
 def test_a_fill_raises_an_error_only_where_no_batch_comes_before(pipe: SWPipeline) -> None:
-    """Otherwise the batches before are handed out first."""
+    """Otherwise the batches before the error are returned first."""
     data = Rows()
     if pipe.plan.depth == 1:
         pipe.fill_pipeline(data)  # which pulls nothing
@@ -96,7 +96,7 @@ def test_a_fill_raises_an_error_only_where_no_batch_comes_before(pipe: SWPipelin
 
 
 def test_a_drain_hands_out_what_comes_before_an_error(pipe: SWPipeline) -> None:
-    """The next call for an iteration raises it, with whatever iterator, and then goes on."""
+    """The next call for an iteration raises it, with any iterator, and then continues."""
     data = Rows()
     with pytest.raises(Corrupt, match="bad 0"):
         pipe.progress(data)
@@ -122,7 +122,7 @@ def test_an_error_of_another_iterator_is_raised_before_a_new_one_begins(pipe: SW
 
 
 def test_what_is_dropped_has_no_error(pipe: SWPipeline) -> None:
-    """``drop`` forgets an error as it forgets batches."""
+    """``drop`` forgets an error together with the batches."""
     data = Rows()
     with pytest.raises(Corrupt, match="bad 0"):
         pipe.progress(data)
@@ -134,7 +134,7 @@ def test_what_is_dropped_has_no_error(pipe: SWPipeline) -> None:
 
 
 def test_a_task_that_fails_tells_of_an_error_that_is_dropped_with_its_batches() -> None:
-    """In a note: the iterator was called ahead, and does not raise it again."""
+    """A note says so: the iterator was called ahead, and does not raise it again."""
 
     def fail(ctx: IterContext) -> None:
         if ctx.batch == 2:
@@ -150,4 +150,7 @@ def test_a_task_that_fails_tells_of_an_error_that_is_dropped_with_its_batches() 
         assert pipe.progress(data).batch == 1
         with pytest.raises(ValueError, match="of a task") as caught:
             pipe.progress(data)
-        assert any("what the iterator raised: Corrupt: bad 3" in n for n in caught.value.__notes__)
+        assert any(
+            "an error of the iterator is dropped, too: Corrupt: bad 3" in n
+            for n in caught.value.__notes__
+        )

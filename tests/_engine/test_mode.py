@@ -16,7 +16,7 @@ from tests.support.plans_for_tests import piped, tasks
 
 @contextmanager
 def double_precision() -> Iterator[None]:
-    """As a body that sets the default dtype."""
+    """Use float64 as the default dtype, as a loop's body may."""
     torch.set_default_dtype(torch.float64)
     try:
         yield
@@ -35,7 +35,7 @@ def double_precision() -> Iterator[None]:
 def test_another_mode_is_refused_while_iterations_are_in_flight(
     mode: Callable[[], AbstractContextManager[Any]], told: str, call: Callable[..., object]
 ) -> None:
-    """Four batches were to be trained on; in the mode of an evaluation they would not be."""
+    """Four batches were to be trained on; in evaluation mode they would not be."""
     seen: list[tuple[int, bool]] = []
 
     def note(ctx: IterContext) -> None:
@@ -53,7 +53,7 @@ def test_another_mode_is_refused_while_iterations_are_in_flight(
 
 
 def test_another_mode_is_refused_while_pushed_batches_are_in_flight() -> None:
-    """Already when ``flush`` is called: a later call could be in the first mode again."""
+    """``flush`` itself refuses: a later call could be in the first mode again."""
     with SWPipeline(piped(), tasks()) as pipe:
         pipe.push(0)
         with torch.no_grad(), pytest.raises(RuntimeError, match="gradients off"):
@@ -62,7 +62,7 @@ def test_another_mode_is_refused_while_pushed_batches_are_in_flight() -> None:
 
 
 def test_without_iterations_in_flight_the_mode_may_change() -> None:
-    """A plan of one stage has none between two calls."""
+    """A plan with one stage has none in flight between two calls."""
     made = tasks()
     with SWPipeline(PipelinePlan.serial(made), made) as pipe:
         data = iter(range(2))
@@ -72,7 +72,7 @@ def test_without_iterations_in_flight_the_mode_may_change() -> None:
 
 
 def test_what_the_user_adds_to_the_mode_is_kept_as_well() -> None:
-    """A module's own mode, which torch does not tell."""
+    """An example is a module's own mode, which torch does not know."""
     model = nn.Linear(1, 1)
     data = iter(range(4))
     mode = lambda: "training" if model.training else "evaluation"  # noqa: E731

@@ -27,12 +27,12 @@ ALL_THREADS = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 
 
 def instruction(name: str) -> Instruction:
-    """A task's instruction on the default lane."""
+    """Return the instruction of a task on the default lane."""
     return Instruction(name, 0, 0, 0, None, (), (), False, False)
 
 
 def ranges(profiled: profile) -> list[str]:
-    """The names of swpipe's ranges in a profile, once for each time that they were opened."""
+    """Return the names of swpipe's ranges in a profile, once per opening."""
     known = {*NAMES, "a"}
     return [event.name for event in profiled.events() if event.name in known]
 
@@ -44,7 +44,7 @@ class NvtxDevice(CpuDevice):
 
 
 def test_a_torch_profiler_of_all_threads_sees_the_workers() -> None:
-    """Tasks of worker groups are ranges too, on another thread than the caller's."""
+    """Tasks of worker groups are ranges, too, on another thread than the caller's."""
     activities = [ProfilerActivity.CPU]
     with (
         SWPipeline(piped(), tasks()) as pipe,
@@ -57,7 +57,7 @@ def test_a_torch_profiler_of_all_threads_sees_the_workers() -> None:
 
 
 def test_ranges_end_where_a_task_fails() -> None:
-    """Pipelined and serially, the range of a task that raises is closed."""
+    """This holds for pipelined and for serial runs."""
 
     def fail(ctx: IterContext) -> None:
         raise LookupError("planted")
@@ -94,7 +94,7 @@ def test_ranges_nest_where_a_task_drives_a_pipeline_of_its_own() -> None:
 
 
 def test_each_thread_closes_its_own_ranges() -> None:
-    """A task that began on another thread meanwhile, and goes on, keeps its range."""
+    """A task that began on another thread in the meantime keeps its range."""
     ranges_of_all, began, ended = ProfilerRanges(), threading.Event(), threading.Event()
     seen: list[int] = []
 
@@ -119,7 +119,7 @@ def test_each_thread_closes_its_own_ranges() -> None:
 
 
 class Domain:
-    """Records calls to an NVTX domain."""
+    """A stand-in for an NVTX domain that records calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -147,7 +147,7 @@ def test_nvtx_has_a_range_per_task_with_the_iteration_as_payload() -> None:
 
 
 def test_the_nvtx_package_takes_what_the_observer_gives_it() -> None:
-    """The package's own domain, with no tool attached, swallows it."""
+    """The package's own domain, without an attached tool, ignores it."""
     nvtx = pytest.importorskip("nvtx")
     nvtx_observer = NvtxRanges(nvtx.get_domain("swpipe"))
     nvtx_observer.start(instruction("forward"), 0)
@@ -155,7 +155,7 @@ def test_the_nvtx_package_takes_what_the_observer_gives_it() -> None:
 
 
 def test_nvtx_has_ranges_where_a_tool_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package then gives a real domain; and only devices with NVTX have ranges."""
+    """The package gives a real domain only then; and only devices with NVTX have ranges."""
     nvtx = pytest.importorskip("nvtx")
     nvtx_ranges.cache_clear()
     assert Observers(NvtxDevice())() == ()
@@ -179,7 +179,7 @@ def test_without_the_nvtx_package_there_are_no_ranges(monkeypatch: pytest.Monkey
 
 
 def test_an_added_observer_comes_last() -> None:
-    """Started after the others and stopped before them, it does not time them."""
+    """It starts after the others and stops before them; therefore it does not time them."""
     recorder, observers = NvtxRanges(Domain()), Observers(CpuDevice())
     with profile(activities=[ProfilerActivity.CPU]), observers.adding(recorder):
         *others, last = observers()
@@ -188,7 +188,7 @@ def test_an_added_observer_comes_last() -> None:
 
 
 class Ends(Observer):
-    """Notes which tasks have begun, and which have ended."""
+    """An observer that notes which tasks have begun and which have ended."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []
@@ -203,7 +203,7 @@ class Ends(Observer):
 
 @pytest.mark.parametrize("run", [SWPipeline.run, SWPipeline.run_serial])
 def test_an_observer_is_told_of_the_end_of_a_task_that_fails(run: Any) -> None:
-    """As of any other; each that has begun ends once."""
+    """The end is reported like any other; each observer that has begun ends once."""
 
     def fail(ctx: IterContext) -> None:
         if ctx.batch == 1:

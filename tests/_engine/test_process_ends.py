@@ -6,7 +6,7 @@ from tests.support.scripts import Script, Scripts
 
 
 def test_a_forked_child_is_refused_and_ends_and_the_parent_goes_on(scripts: Scripts) -> None:
-    """With iterations in flight in the parent; see ``fork_trials`` for each way."""
+    """Iterations are in flight in the parent; ``fork_trials`` has each way."""
     trials = Script(module="tests._engine.fork_trials", errors=("Warning",))
     assert scripts.run(trials) == (0, "done\n", "")
 
@@ -73,11 +73,11 @@ ENDS = [
     *[("loops", "end"), ("computes", "exit"), ("returns", "end")],
     *[("waits", "raise"), ("waits", "sigterm")],
 ]
-"""What the worker does, and how the script ends."""
+"""Pairs: what the worker does, and how the script ends."""
 
 
 def test_a_script_keeps_its_exit_code_whatever_a_worker_does(scripts: Scripts) -> None:
-    """It does not wait for the worker; what could not be ended is named."""
+    """The script does not wait for the worker, and names what could not be ended."""
     codes = [f"WORKER = {worker!r}\nENDING = {ending!r}\n{BUSY}" for worker, ending in ENDS]
     done = scripts.run_together([Script(code) for code in codes])
     for (worker, ending), (code, _, said) in zip(ENDS, done, strict=True):

@@ -25,14 +25,14 @@ from tests.support.strategies import Case, cases
 pytestmark = pytest.mark.slow
 
 EXAMPLES = 120
-"""How many plans are drawn; the virtual device draws its own (``tests/device``)."""
+"""The number of random plans; the virtual device draws its own (``tests/device``)."""
 
 SEED = 11
-"""Seed of tasks with random numbers."""
+"""The seed of tasks with random numbers."""
 
 
 class Caller:
-    """Gives batches, takes contexts, and looks after what is between the two.
+    """The user of a pipeline: yields batches, takes contexts, and checks what is in flight.
 
     Attributes:
         found: The outputs of each iteration, in the order in which they were handed out.
@@ -47,7 +47,7 @@ class Caller:
         self._values: list[weakref.ref[torch.Tensor]] = []
 
     def watch(self, tasks: Iterable[PipelineTask]) -> list[PipelineTask]:
-        """The same tasks, which show their contexts."""
+        """Return the same tasks with functions that record their contexts."""
         return [replace(task, fn=partial(self._run, task.fn)) for task in tasks]
 
     def _run(self, fn: TaskFn, ctx: IterContext) -> None:
@@ -55,7 +55,7 @@ class Caller:
         fn(ctx)
 
     def batches(self) -> Iterator[int | None]:
-        """What is left of the data; at each pull there must be room for one iteration more."""
+        """Yield the remaining batches; at each pull, less than ``depth`` are in flight."""
         for batch in self._left:
             self._pulled += 1
             assert self._pulled - len(self.found) <= self._depth
@@ -63,30 +63,30 @@ class Caller:
             yield batch
 
     def take(self, ctx: IterContext) -> None:
-        """Copy an iteration's outputs; iterations come in order."""
+        """Copy an iteration's outputs, and check that iterations come in order."""
         assert ctx.iter_idx == len(self.found)
         values = {**outputs(ctx), "iter_idx": ctx.iter_idx}
         self.found.append({name: copied(value) for name, value in values.items()})
         self._values += [weakref.ref(v) for v in values.values() if isinstance(v, torch.Tensor)]
 
     def take_all(self, contexts: list[IterContext]) -> None:
-        """Take what ``drain`` gave."""
+        """Take the contexts that ``drain`` returned."""
         for ctx in contexts:
             self.take(ctx)
 
     def nothing_is_held(self) -> bool:
-        """Whether all that was handed out is gone, with its values."""
+        """Return whether all returned contexts and their values are freed."""
         contexts = [self._contexts[i]() for i in range(len(self.found)) if i in self._contexts]
         return not any(x is not None for x in [*contexts, *(ref() for ref in self._values)])
 
 
 def copied(value: Any) -> Any:
-    """A tensor's clone; anything else as it is."""
+    """Return a clone of a tensor; any other value itself."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def run_pipelined(case: Case, **options: Any) -> tuple[list[dict[str, Any]], TorchMachine]:
-    """Outputs, and the parameters in the end, under the plan."""
+    """Return the outputs, and the machine with its final parameters, under the plan."""
     machine, caller = TorchMachine(case.workload, random_pauses(case.seed)), Caller(case)
     tasks = caller.watch(tasks_of(machine, case.workload, draws=True))
     with SWPipeline(case.plan, tasks, device="cpu", seed=SEED, **options) as pipe:
@@ -109,7 +109,7 @@ def run_pipelined(case: Case, **options: Any) -> tuple[list[dict[str, Any]], Tor
 
 
 def run_serially(case: Case, *, one_by_one: bool) -> tuple[list[dict[str, Any]], TorchMachine]:
-    """The same, one task after another: each iteration by a call, or all by one."""
+    """Return the same for a serial run, by one call per iteration or one call for all."""
     machine, caller = TorchMachine(case.workload, lambda: None), Caller(case)
     tasks = tasks_of(machine, case.workload, draws=True)
     with SWPipeline(case.plan, tasks, device="cpu", seed=SEED) as pipe:
@@ -122,7 +122,7 @@ def run_serially(case: Case, *, one_by_one: bool) -> tuple[list[dict[str, Any]],
 
 
 def assert_same_bits(found: Any, wanted: Any) -> None:
-    """Equal in structure, and every tensor in every bit."""
+    """Check that two values have equal structure, and tensors with equal bits."""
     if isinstance(wanted, torch.Tensor):
         assert torch.equal(found.detach().view(torch.int32), wanted.detach().view(torch.int32))
     elif isinstance(wanted, list | dict):
@@ -137,9 +137,9 @@ def assert_same_bits(found: Any, wanted: Any) -> None:
 @examples("plans", EXAMPLES)
 @given(cases() | cases(most_workers=4))
 def test_every_plan_gives_the_bits_of_the_serial_run(case: Case) -> None:
-    """Outputs and parameters; each batch once, in order; never more than the depth in flight.
+    """Outputs and parameters are equal; each batch comes once, in order; the depth is a limit.
 
-    A check of effects complains of none; some states have several slots, used in turn.
+    A check of effects finds no problem; some states have several slots, used alternately.
     """
     found, machine = run_pipelined(case, check_effects=case.seed % 3 == 0)
     wanted, serial = run_serially(case, one_by_one=True)

@@ -1,4 +1,4 @@
-"""A thread group of its own pulls the batches: with the same guarantees as the caller's thread."""
+"""A thread group that pulls the batches, with the guarantees of a pull on the caller's thread."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support.sequencer import await_event
 
 
 def double(ctx: IterContext) -> None:
-    """Twice the batch."""
+    """Set ``y`` to twice the batch."""
     ctx.y = 2 * ctx.batch
 
 
 def add(ctx: IterContext) -> None:
-    """And one."""
+    """Add one."""
     ctx.z = ctx.y + 1
 
 
@@ -36,11 +36,11 @@ PLAN = PipelinePlan(
 )
 
 LAST = replace(PipelinePlan.serial(TASKS), pull_group="loader", pipeline_depth=None)
-"""The caller's thread does not use a batch before the call that hands its iteration out."""
+"""A plan whose caller's thread first uses a batch in the call that hands its iteration out."""
 
 
 class Loader:
-    """Counts what is pulled, and notes who pulls, and whether the caller is in a call."""
+    """An iterator that notes the threads that pull, and whether the caller is in a call."""
 
     def __init__(self, size: int, fails_at: int | None = None) -> None:
         self.size, self.fails_at = size, fails_at
@@ -64,7 +64,7 @@ class Loader:
 
 
 def meeting(meet: threading.Barrier) -> Iterator[int]:
-    """Six batches, of which each from the third on waits for somebody at an earlier one."""
+    """Yield six batches; from the third on, first meet a thread that works on an earlier one."""
     for i in range(6):
         if i >= 2:
             meet.wait()
@@ -78,7 +78,7 @@ def pipe() -> Iterator[SWPipeline]:
 
 
 def test_every_batch_is_pulled_once_and_in_order(pipe: SWPipeline) -> None:
-    """On a thread of its own; the pipeline can be used again."""
+    """The iterator is called on a separate thread; the pipeline can be used again."""
     for _ in range(2):
         loader = Loader(7)
         assert [ctx.z for ctx in pipe.iterate(loader)] == [2 * i + 1 for i in range(7)]
@@ -89,7 +89,7 @@ def test_every_batch_is_pulled_once_and_in_order(pipe: SWPipeline) -> None:
 
 @pytest.mark.parametrize("depth", [3, 6])
 def test_the_loader_is_called_between_two_calls(depth: int) -> None:
-    """For all iterations in flight, and no further."""
+    """It is called for all iterations in flight, and no further."""
     loader = Loader(9)
     with SWPipeline(replace(PLAN, pipeline_depth=depth), TASKS, device="cpu") as pipe:
         for number in range(9):
@@ -100,7 +100,7 @@ def test_the_loader_is_called_between_two_calls(depth: int) -> None:
 
 
 def test_an_end_of_the_data_that_is_found_between_two_calls_ends_the_threads() -> None:
-    """When the caller asks the next time."""
+    """The threads end when the caller asks the next time."""
     before = threading.active_count()
     with SWPipeline(LAST, TASKS, device="cpu") as pipe:
         loader = Loader(2)
@@ -113,7 +113,7 @@ def test_an_end_of_the_data_that_is_found_between_two_calls_ends_the_threads() -
 
 @pytest.mark.parametrize("pull", ["loader", "io"])
 def test_the_body_and_the_loader_wait_for_each_other(pull: str) -> None:
-    """They can only go on side by side."""
+    """They can continue only if they overlap."""
     meet = threading.Barrier(2, timeout=30)
 
     tasks = [PipelineTask("double", double, pure=True), TASKS[1]]
@@ -126,7 +126,7 @@ def test_the_body_and_the_loader_wait_for_each_other(pull: str) -> None:
 
 
 def test_the_loader_is_waited_for_where_a_task_of_its_group_waits_for_the_caller() -> None:
-    """What the pull has done is known before that task has run."""
+    """The result of the pull is known before that task has run."""
     tasks = [PipelineTask("double", double), PipelineTask("add", add)]
     plan = PipelinePlan(
         {"double": TaskSchedule(thread_group="io"), "add": TaskSchedule()},
@@ -144,7 +144,7 @@ def test_the_loader_is_waited_for_where_a_task_of_its_group_waits_for_the_caller
 
 
 def test_the_loader_is_waited_for_and_not_the_task_after_it() -> None:
-    """That may wait for the loop's body, which waits for the loader."""
+    """That task may wait for the loop's body, which waits for the loader."""
     released = threading.Event()
 
     def slow(ctx: IterContext) -> None:
@@ -165,7 +165,7 @@ def test_the_loader_is_waited_for_and_not_the_task_after_it() -> None:
 
 
 def test_another_iterator_may_follow_at_once() -> None:
-    """Whether the end of the last one has been found or not."""
+    """It does not matter whether the end of the previous iterator has been found."""
     goes_on = threading.Event()
 
     def batches() -> Iterator[int]:
@@ -182,7 +182,7 @@ def test_another_iterator_may_follow_at_once() -> None:
 
 @pytest.mark.parametrize("depth", [None, 6])
 def test_within_calls_the_loader_is_called_only_during_a_call(depth: int | None) -> None:
-    """So what the caller does between two calls never runs beside it."""
+    """Therefore the caller's code between two calls never overlaps with it."""
     loader = Loader(9)
     plan = replace(PLAN, pipeline_depth=depth, within_calls=True)
     with SWPipeline(plan, TASKS, device="cpu") as pipe:
@@ -201,7 +201,7 @@ def test_within_calls_the_loader_is_called_only_during_a_call(depth: int | None)
 
 
 def test_an_error_of_the_loader_comes_out_as_itself(pipe: SWPipeline) -> None:
-    """With a note, when all iterations before it are handed out."""
+    """It has a note, and is raised when all earlier iterations are returned."""
     found: list[int] = []
     with pytest.raises(OSError, match="planted") as caught:
         found.extend(ctx.z for ctx in pipe.iterate(Loader(9, fails_at=4)))
@@ -211,7 +211,7 @@ def test_an_error_of_the_loader_comes_out_as_itself(pipe: SWPipeline) -> None:
 
 
 def test_filling_waits_for_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its last pull ends only when the caller has come to wait for it."""
+    """This includes a pull that ends only when the caller waits for it."""
     waits, done, settle = threading.Event(), threading.Event(), Run.settle
 
     def waiting(run: Run) -> None:
@@ -236,7 +236,7 @@ def test_filling_waits_for_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pushed_batches_are_taken_at_once(pipe: SWPipeline) -> None:
-    """The caller has none ahead."""
+    """The caller has no pushed batch ahead."""
     handed_out = [pipe.push(i) for i in range(5)]
     assert handed_out[:2] == [None, None]
     rest = pipe.flush()
@@ -244,7 +244,7 @@ def test_pushed_batches_are_taken_at_once(pipe: SWPipeline) -> None:
 
 
 def test_the_callers_settings_hold_for_the_loader(pipe: SWPipeline) -> None:
-    """Such as no_grad, on the other thread."""
+    """An example is no_grad, which holds on the other thread."""
 
     def batches() -> Iterator[bool]:
         for _ in range(3):
@@ -255,7 +255,7 @@ def test_the_callers_settings_hold_for_the_loader(pipe: SWPipeline) -> None:
 
 
 def test_a_simulation_knows_what_the_pull_takes() -> None:
-    """Hidden by the tasks, or on top of them."""
+    """The pull is hidden by the tasks, or adds to them."""
     costs = CostModel({"double": TaskCost(5), "add": TaskCost(5), "<pull>": TaskCost(10)})
     hidden = simulate(PLAN, costs, streams=False).ii_us
     assert hidden == pytest.approx(10, abs=1)
@@ -263,7 +263,7 @@ def test_a_simulation_knows_what_the_pull_takes() -> None:
 
 
 def test_draining_loses_nothing_if_the_data_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pull is under way that finds the end; ``drain`` once raised StopIteration, and no batch."""
+    """A pull in progress finds the end; ``drain`` once raised StopIteration, and lost batches."""
     advance, asked, ended = Run.advance, threading.Event(), threading.Event()
 
     def advance_late(run: Run) -> Any:

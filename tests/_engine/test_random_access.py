@@ -1,4 +1,4 @@
-"""Random draws are the same whatever other pipelines do: beside, between, within or left behind."""
+"""Random draws do not depend on other pipelines: parallel, between, within or abandoned ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ITERATIONS = 6
 
 
 def await_that(condition: Callable[[], bool], what: str) -> None:
-    """Look until it is so, and fail rather than hang."""
+    """Wait until a condition holds, and fail if it takes too long."""
     for _ in range(int(PATIENCE_S / 1e-3)):
         if condition():
             return
@@ -35,12 +35,12 @@ def await_that(condition: Callable[[], bool], what: str) -> None:
 
 
 def somebody_waits() -> bool:
-    """Whether a block waits for access."""
+    """Return whether a block waits for access."""
     return len(randomness._queue) > 1
 
 
 def ahead(depth: int = 3) -> PipelinePlan:
-    """Random task "early" on a worker, some iterations ahead of random task "late"."""
+    """Return a plan of a random task "early" on a worker, ahead of a random task "late"."""
     return PipelinePlan(
         schedule={
             "early": TaskSchedule(stage=0, thread_group="io"),
@@ -51,7 +51,7 @@ def ahead(depth: int = 3) -> PipelinePlan:
 
 
 def drawing(name: str, within: Callable[[IterContext], object] | None = None) -> PipelineTask:
-    """A task that draws before and after it calls ``within``."""
+    """Return a random task that draws before and after it calls ``within``."""
 
     def draw(ctx: IterContext) -> None:
         before = torch.rand(20)
@@ -69,24 +69,24 @@ def pipeline(
     depth: int = 3,
     **options: Any,
 ) -> SWPipeline:
-    """Two random tasks; "late" calls ``within``."""
+    """Return a pipeline of two random tasks, of which "late" calls ``within``."""
     mine = [drawing("early", early), drawing("late", within)]
     return SWPipeline(ahead(depth), mine, seed=seed, **options)
 
 
 def draws(ctx: IterContext) -> list[float]:
-    """What both tasks have drawn."""
+    """Return the draws of both tasks."""
     return [*ctx.early.tolist(), *ctx.late.tolist()]
 
 
 def serial(seed: int, count: int = ITERATIONS) -> list[list[float]]:
-    """What both tasks draw in a serial run."""
+    """Return the draws of both tasks in a serial run."""
     with pipeline(seed) as pipe:
         return [draws(pipe.run_one_serial_iter(None)) for _ in range(count)]
 
 
 class Lending:
-    """Lends access within the block, as a pipeline does within each call."""
+    """A block that lends the thread's access, as each call of a pipeline does."""
 
     def __enter__(self) -> None:
         self._lent = lend_access()
@@ -97,13 +97,13 @@ class Lending:
 
 
 class Meeting:
-    """Random tasks that each draw while another is about to draw too."""
+    """Functions of random tasks that meet: each draws while another is about to draw."""
 
     def __init__(self) -> None:
         self._drawing: set[int] = set()
 
     def of(self, who: int) -> Callable[[IterContext], None]:
-        """Stay until another one draws, or waits until it may; in the first iteration only."""
+        """Return a function that, in iteration 0, waits until another task draws or waits too."""
 
         def meet(ctx: IterContext) -> None:
             if ctx.iter_idx == 0:
@@ -115,7 +115,7 @@ class Meeting:
 
 @pytest.mark.parametrize("plan", ["pipelined", "serial"])
 def test_two_pipelines_in_two_threads_draw_what_each_draws_alone(plan: str) -> None:
-    """Exclusive access once belonged to a run, while the generators are the process's."""
+    """Exclusive access once belonged to a run, though the generators belong to the process."""
     found: dict[int, list[list[float]]] = {}
     meeting = Meeting()
 
@@ -155,7 +155,7 @@ def test_two_pipelines_in_turn_on_one_thread_draw_what_each_draws_alone() -> Non
 
 @pytest.mark.parametrize("within", ["early", "late"])
 def test_a_pipeline_driven_by_a_random_task_draws_what_it_draws_alone(within: str) -> None:
-    """The task lends its access, and draws on from where it was."""
+    """The task lends its access, and continues to draw where it stopped."""
     found: dict[int, list[float]] = {}
     inner_data = iter(range(2 * ITERATIONS))
     with pipeline(2) as inner:
@@ -173,7 +173,7 @@ def test_a_pipeline_driven_by_a_random_task_draws_what_it_draws_alone(within: st
 
 
 def test_batches_of_an_inner_pipeline_are_drawn_from_the_outer_task() -> None:
-    """As if the task called the iterator itself: no number comes twice, under any outer plan."""
+    """The draws are as if the task called the iterator itself: no number repeats."""
 
     def run(drive: Callable[[SWPipeline], Iterator[IterContext]], plan: str) -> list[Any]:
         found: list[tuple[int, list[float]]] = []
@@ -205,7 +205,7 @@ def test_batches_of_an_inner_pipeline_are_drawn_from_the_outer_task() -> None:
 
 
 def test_a_pipeline_driven_by_the_iterator_draws_what_it_draws_alone() -> None:
-    """A batch is pulled with access too; the inner pipeline's worker runs ahead on it."""
+    """A batch is pulled with access, too; the inner pipeline's worker runs ahead with it."""
     found: list[list[float]] = []
 
     def data() -> Iterator[torch.Tensor]:
@@ -227,7 +227,7 @@ def test_a_pipeline_driven_by_the_iterator_draws_what_it_draws_alone() -> None:
 
 
 def test_a_loader_draws_what_it_draws_alone_beside_a_random_task() -> None:
-    """The pull waits for the task, whose seed is that of the whole process; or the task for it."""
+    """Either the pull waits for the task, whose seed is the process's, or the task for the pull."""
     begun, drawn = set[int](), list[torch.Tensor]()
 
     def may_draw() -> bool:
@@ -265,7 +265,7 @@ def test_a_loader_draws_what_it_draws_alone_beside_a_random_task() -> None:
 
 
 def test_an_inner_worker_may_have_access_when_the_outer_takes_its_own_back() -> None:
-    """It is waited for: what it restores are the process's states, not the outer's."""
+    """The outer task waits for it: the worker restores the process's states."""
     found: list[list[float]] = []
     ahead_by_two = threading.Event()
 
@@ -333,7 +333,7 @@ def test_a_task_whose_run_fails_during_an_inner_call_ends_there(at_the_end_of_da
 def test_who_waits_for_another_pipelines_access_wakes_at_once(
     monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    """When it is given back, and when his own run fails; not at the next look."""
+    """It wakes when access is given back or its own run fails, not at the next look."""
     monkeypatch.setattr(randomness, "WAKE_S", 3 * PATIENCE_S)
     ends: list[str] = []
     mine = one_access()
@@ -360,12 +360,12 @@ def test_who_waits_for_another_pipelines_access_wakes_at_once(
 
 
 def one_access() -> GeneratorAccess:
-    """What a run has."""
+    """Return the access of a run."""
     return GeneratorAccess(TaskSeeds(7, CpuDevice()), ProgressCounter())
 
 
 def test_an_interrupt_right_after_seeding_loses_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were saved after seeding, by the caller of what seeded."""
+    """The caller of the seeding function saves the states after seeding."""
     seed = CpuDevice.seed_generators
 
     def interrupted(device: CpuDevice, number: int) -> None:
@@ -382,7 +382,7 @@ def test_an_interrupt_right_after_seeding_loses_no_states(monkeypatch: pytest.Mo
 
 
 def interrupt_at(place: int, act: Callable[[], None]) -> bool:
-    """Raise KeyboardInterrupt at the n-th place in the module; whether there was one."""
+    """Raise KeyboardInterrupt at the n-th instruction in the module; return whether it exists."""
     left = place
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -412,7 +412,7 @@ def interrupt_at(place: int, act: Callable[[], None]) -> bool:
 def test_an_interrupt_at_any_place_keeps_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch, ended: bool, lent: bool
 ) -> None:
-    """A run's end gives back what it holds; others find a serial iteration's block left."""
+    """A run's end gives back what it holds; others find a serial iteration's block free."""
     monkeypatch.setattr(randomness, "WAKE_S", 1e-3)
 
     def pull() -> None:
@@ -447,7 +447,7 @@ def test_an_interrupt_at_any_place_keeps_nobody_waiting(
 
 
 def test_cancelling_takes_no_lock() -> None:
-    """A signal handler may do it on the very thread that has the lock, or while another has it."""
+    """A signal handler may cancel on the thread that has the lock, or while another has it."""
     access = one_access()
     taken, release = threading.Event(), threading.Event()
 
@@ -469,7 +469,7 @@ def test_cancelling_takes_no_lock() -> None:
 
 
 def test_a_child_process_waits_for_no_thread_of_its_parent() -> None:
-    """Such as a worker that was drawing when the process was forked."""
+    """The parent's thread may be a worker that drew when the process was forked."""
     drawing_now, forked = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -22,7 +22,7 @@ PLANS = {"four groups": spread(), "deep": piped(depth=6)}
 
 
 def drawing(name: str) -> PipelineTask:
-    """A task that draws several times, so that two at once would mix."""
+    """Return a task that draws several times, so that concurrent draws would mix."""
 
     def draw(ctx: IterContext) -> None:
         setattr(ctx, name, torch.cat([torch.rand(50) for _ in range(5)]))
@@ -31,7 +31,7 @@ def drawing(name: str) -> PipelineTask:
 
 
 def draws(plan: PipelinePlan, seed: int | None = 7) -> list[torch.Tensor]:
-    """All random numbers of six iterations under a plan."""
+    """Return all random numbers of six iterations under a plan."""
     with SWPipeline(plan, [drawing(name) for name in NAMES], seed=seed) as pipe:
         found = []
         for ctx in pipe.iterate(range(6)):
@@ -40,14 +40,14 @@ def draws(plan: PipelinePlan, seed: int | None = 7) -> list[torch.Tensor]:
 
 
 def serial_draws() -> list[torch.Tensor]:
-    """The same, run serially."""
+    """Return all random numbers of six serial iterations."""
     with SWPipeline(piped(), [drawing(name) for name in NAMES], seed=7) as pipe:
         contexts = [pipe.run_one_serial_iter(batch, batch) for batch in range(6)]
     return [getattr(ctx, name) for ctx in contexts for name in NAMES]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    """Whether two lists of tensors are equal bit for bit."""
+    """Return whether two lists of tensors are equal bit for bit."""
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
@@ -68,7 +68,7 @@ def test_serial_iterations_one_by_one_draw_what_the_plan_draws() -> None:
 
 
 def test_without_a_seed_torchs_own_initial_seed_serves() -> None:
-    """``torch.manual_seed`` makes runs repeatable as users expect."""
+    """Therefore ``torch.manual_seed`` makes runs repeatable."""
     torch.manual_seed(3)
     once = draws(piped(), seed=None)
     torch.manual_seed(3)
@@ -88,7 +88,7 @@ def test_the_callers_own_draws_do_not_depend_on_the_plan() -> None:
 
 
 def test_the_generators_are_restored_when_a_task_fails() -> None:
-    """After a failure as after a success."""
+    """They are restored after a failure as after a success."""
     torch.manual_seed(1)
     expected = torch.rand(3)
 
@@ -108,7 +108,7 @@ def test_the_generators_are_restored_when_a_task_fails() -> None:
 
 
 def hangs_once(place: Hang) -> PipelineTask:
-    """A task that draws a random number, but in its first run only waits to be released."""
+    """Return a task that draws, but in its first run only waits to be released."""
 
     def draw(ctx: IterContext) -> None:
         if place.inside.is_set():
@@ -128,7 +128,7 @@ def drawn_from(seed: int) -> torch.Tensor:
 def test_a_task_still_running_neither_delays_the_next_run_nor_changes_its_generators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its access belongs to the failed run, and the generators were restored on its behalf."""
+    """Its access belongs to the failed run, which has restored the generators."""
     place = Hang(monkeypatch)
     mine = [hangs_once(place), *tasks()[1:]]
     before, after = drawn_from(5), drawn_from(6)
@@ -148,7 +148,7 @@ def test_a_task_still_running_neither_delays_the_next_run_nor_changes_its_genera
 
 
 def test_no_access_is_given_once_the_run_has_ended() -> None:
-    """A thread that was delayed until then does not seed the next run's generators."""
+    """A delayed thread does not seed the next run's generators."""
     generators = GeneratorAccess(TaskSeeds(7, CpuDevice()), ProgressCounter())
     generators.end()
     torch.manual_seed(5)
@@ -158,7 +158,7 @@ def test_no_access_is_given_once_the_run_has_ended() -> None:
 
 
 def test_who_waits_for_access_wakes_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the task that hangs is left running; its access once kept the others waiting too."""
+    """Only the task that hangs keeps running; its access once kept others waiting, too."""
     place = Hang(monkeypatch, noticed=lambda: has_come_to(pipe, "b", "waits", 0))
     plan = PipelinePlan(
         schedule={
@@ -188,7 +188,7 @@ def test_who_waits_for_access_wakes_when_the_run_fails(monkeypatch: pytest.Monke
 def test_a_stall_reaches_a_caller_on_another_thread_that_waits_for_access_to_pull(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No signal reaches it there, and it sleeps on a lock: it has to be woken."""
+    """No signal reaches the caller there, and it sleeps on a lock: it has to be woken."""
     place = Hang(monkeypatch)
     caught: list[BaseException] = []
 

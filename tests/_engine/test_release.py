@@ -1,4 +1,4 @@
-"""Under a plan with ``keep``, attributes go when no task can use them any more, and not before."""
+"""Under a plan with ``keep``, an attribute is deleted after its last user, and not before."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ BATCHES = 8
 
 
 class Value:
-    """Something that can be seen to go."""
+    """An object with a number that supports weak references."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class Job:
-    """Four tasks: ``x`` is used by two of them, ``y`` by the last one, ``batch`` by the first.
+    """Four tasks: two of them use ``x``, the last one ``y``, the first one ``batch``.
 
     Attributes:
         alive: (task, iteration) to which values of the iteration were alive when it began.
-        odd: What a task is to do besides, by its name.
+        odd: An additional action of a task, by its name.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Job:
         self._made: dict[int, dict[str, weakref.ref[Any]]] = {}
 
     def batches(self, first: int = 0) -> Iterable[Value]:
-        """Each one nobody else has; for iterations from the first one on."""
+        """Return batches without other references, for iterations from ``first`` on."""
         return (self._batch(i, first + i) for i in range(BATCHES))
 
     def _batch(self, i: int, iteration: int) -> Value:
@@ -81,7 +81,7 @@ class Job:
         ctx.loss = ctx.y.number + ctx.sum
 
     def tasks(self, **reads: Any) -> list[PipelineTask]:
-        """The tasks, saying what they use, or what is given instead."""
+        """Return the tasks with their declared ``reads``, some of which may be replaced."""
         said = {"read": ["batch"], "use": ["x"], "use again": ["x"], "end": ["y", "sum"], **reads}
         functions = {"read": self.read, "use": self.use, "use again": self.use_again}
         functions["end"] = self.end
@@ -93,7 +93,7 @@ LOSSES = [2 * (i + 1) + i + 2 for i in range(BATCHES)]
 
 
 def plan(*stages: int, groups: str = "dddd") -> PipelinePlan:
-    """The tasks in these stages and thread groups; "d" is the caller's."""
+    """Return a plan with these stages and thread groups; "d" is the caller's."""
     names = ("read", "use", "use again", "end")
     entries = {
         name: TaskSchedule(stage, thread_group="default" if group == "d" else group)
@@ -111,13 +111,13 @@ PLANS = {
 
 
 def keeping(name: str, *attributes: str) -> PipelinePlan:
-    """The plan of this name, which keeps these attributes."""
+    """Return the named plan, with ``keep`` set to these attributes."""
     return replace(PLANS[name], keep=attributes)
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_value_goes_after_its_last_user(name: str) -> None:
-    """And what is kept stays, and nothing else."""
+    """The values in ``keep`` stay, and no others."""
     job = Job()
     with SWPipeline(keeping(name, "loss"), job.tasks(), device="cpu") as pipe:
         found = [(ctx.iter_idx, vars(ctx)) for ctx in pipe.iterate(job.batches())]
@@ -129,7 +129,7 @@ def test_a_value_goes_after_its_last_user(name: str) -> None:
 
 
 def test_without_keep_all_stays() -> None:
-    """And a context of such a run tells what it has."""
+    """The context of such a run lists its values."""
     job = Job()
     with SWPipeline(PLANS["one thread"], job.tasks(), device="cpu") as pipe:
         found = [set(vars(ctx)) for ctx in pipe.iterate(job.batches())]
@@ -138,7 +138,7 @@ def test_without_keep_all_stays() -> None:
 
 
 class Holding(CpuDevice):
-    """Notes what it is to hold."""
+    """A device that notes the values that it has to hold."""
 
     def __init__(self) -> None:
         self.held: list[Any] = []
@@ -149,7 +149,7 @@ class Holding(CpuDevice):
 
 @pytest.mark.parametrize("serially", [True, False])
 def test_what_goes_at_once_is_held_for_the_stream_that_reads_it(serially: bool) -> None:
-    """It may have been made on another one, as by a loader."""
+    """The value may have been made on another stream, for example by a loader."""
     job, device = Job(), Holding()
     with SWPipeline(keeping("one thread", "loss"), job.tasks(), device=device) as pipe:
         batch = next(iter(job.batches()))
@@ -159,7 +159,7 @@ def test_what_goes_at_once_is_held_for_the_stream_that_reads_it(serially: bool) 
 
 
 def test_a_task_that_says_nothing_may_use_anything() -> None:
-    """So all values wait for it."""
+    """Therefore all values wait for the task."""
     job = Job()
     tasks = job.tasks(end=None)
     with SWPipeline(keeping("a thread ahead", "loss"), tasks, device="cpu") as pipe:
@@ -168,7 +168,7 @@ def test_a_task_that_says_nothing_may_use_anything() -> None:
 
 
 def test_what_no_task_says_stays_to_the_end_of_the_iteration() -> None:
-    """A task may set it, and read it again, while another one ends that might use anything."""
+    """A task may set and read it, while another task ends that might use anything."""
     job = Job()
     own, begun = ([threading.Event() for _ in range(BATCHES)] for _ in range(2))
 
@@ -191,7 +191,7 @@ def test_what_no_task_says_stays_to_the_end_of_the_iteration() -> None:
 
 
 def test_what_was_recorded_counts_as_said() -> None:
-    """``effects`` tell which attributes tasks use, where the tasks do not."""
+    """``effects`` say which attributes tasks use, where the tasks do not."""
     used = {
         "read": ("batch", "x"),
         "use": ("x", "y"),
@@ -215,7 +215,7 @@ def test_what_was_recorded_counts_as_said() -> None:
 
 
 def test_an_attribute_that_went_is_an_error_that_names_keep() -> None:
-    """In the loop's body, and where a task reads what it does not say."""
+    """This holds for the loop's body, and for a task that reads an undeclared attribute."""
     job = Job()
     with SWPipeline(keeping("one thread", "loss"), job.tasks(), device="cpu") as pipe:
         ctx = next(iter(pipe.iterate(job.batches())))
@@ -237,7 +237,7 @@ def test_an_attribute_that_went_is_an_error_that_names_keep() -> None:
 
 
 def test_a_use_that_is_not_said_is_refused() -> None:
-    """Also where the value is still there, as by chance it may be."""
+    """It is refused also if the value happens to exist."""
     job = Job()
     job.odd["use again"] = lambda ctx: ctx.batch
     plan = keeping("a thread each", "loss", "batch")  # what is kept need not be said
@@ -255,7 +255,7 @@ def test_a_use_that_is_not_said_is_refused() -> None:
 
 
 def test_a_name_that_no_iteration_has_is_told_once() -> None:
-    """Of each run."""
+    """The warning comes once per run."""
     job = Job()
     with SWPipeline(keeping("a thread ahead", "los"), job.tasks(), device="cpu") as pipe:
         with pytest.warns(RuntimeWarning) as caught:
@@ -269,7 +269,7 @@ def test_a_name_that_no_iteration_has_is_told_once() -> None:
 
 
 def test_what_the_class_has_a_value_for_stays() -> None:
-    """Who read it after it went would get the class's, without a word."""
+    """A later reader would otherwise get the class's value silently."""
 
     class Context(TypedContext):
         sum: int = -1
@@ -289,7 +289,7 @@ def test_what_the_class_has_a_value_for_stays() -> None:
 
 
 def test_overlap_keeps_what_its_body_reads() -> None:
-    """The body's mistake names ``keep``."""
+    """If the body reads another attribute, the error names ``keep``."""
 
     def decode(ctx: Any) -> None:
         ctx.x = ctx.batch + 1
@@ -311,13 +311,13 @@ def test_overlap_keeps_what_its_body_reads() -> None:
 
 
 def test_a_copy_says_what_it_copies() -> None:
-    """So that nothing else waits for it."""
+    """Therefore nothing else waits for it."""
     assert copy_task("cpu").reads == ("batch",)
     assert copy_task("cpu", "x", "y").reads == ("x", "y")
 
 
 def test_a_shortcut_finds_what_it_needs() -> None:
-    """A profile of each task, and a run with one replaced, under a plan that keeps little."""
+    """A profile of each task, and a run with a replaced task, work under such a plan."""
     tasks = [
         PipelineTask("scale", lambda ctx: setattr(ctx, "x", 2 * ctx.batch), reads=["batch"]),
         PipelineTask("sum", lambda ctx: setattr(ctx, "loss", ctx.x.sum()), reads=["x"]),
@@ -335,6 +335,6 @@ def test_a_shortcut_finds_what_it_needs() -> None:
     [(None, "depth 4"), (["loss", "x"], "depth 4, keeps loss, x"), ([], "depth 4, keeps none")],
 )
 def test_a_plan_tells_what_it_keeps(keep: list[str] | None, first: str) -> None:
-    """In its table."""
+    """The plan's table has a column for it."""
     plan = replace(PLANS["one thread"], keep=keep)
     assert format_stages(resolve_plan(plan)).partition("\n")[0] == first

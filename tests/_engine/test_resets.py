@@ -17,7 +17,7 @@ PLANS = {
 
 
 class Keeper:
-    """Two tasks that keep each batch between them, outside the context."""
+    """Two tasks that pass each batch through a list outside the context."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.kept: list[int] = []
@@ -46,13 +46,13 @@ class Keeper:
 
 @pytest.fixture(params=PLANS, name="plan")
 def each_plan(request: pytest.FixtureRequest) -> str:
-    """Each plan in turn."""
+    """The name of each plan."""
     name: str = request.param
     return name
 
 
 def test_after_a_failure_the_next_batches_meet_nothing_old(plan: str) -> None:
-    """What was kept for the dropped iterations is gone when they are."""
+    """What was kept for the dropped iterations is dropped with them."""
     keeper = Keeper(fails_at=3)
     with keeper.pipeline(plan) as pipe:
         with pytest.raises(KeyError):
@@ -63,7 +63,7 @@ def test_after_a_failure_the_next_batches_meet_nothing_old(plan: str) -> None:
 
 
 def test_after_a_serial_failure() -> None:
-    """The tasks one by one drop their iteration, too."""
+    """Tasks that run one by one drop their iteration, too."""
     keeper = Keeper(fails_at=3)
     with keeper.pipeline("worker") as pipe, pytest.raises(KeyError):
         pipe.run_serial(range(9))
@@ -71,7 +71,7 @@ def test_after_a_serial_failure() -> None:
 
 
 def test_close_drops_what_is_in_flight() -> None:
-    """Said or not: also a pipeline that is collected."""
+    """This holds for an explicit call, and for a pipeline that is collected."""
     keeper = Keeper()
     with keeper.pipeline("worker") as pipe:
         pipe.progress(iter(range(9)))
@@ -84,7 +84,7 @@ def test_close_drops_what_is_in_flight() -> None:
 
 
 def test_what_ends_drops_nothing(plan: str) -> None:
-    """Neither the end of the data nor ``drain`` nor closing afterwards."""
+    """Neither the end of the data nor ``drain`` nor a later close drops anything."""
     keeper = Keeper()
     with keeper.pipeline(plan) as pipe:
         pipe.run(range(5))
@@ -125,7 +125,7 @@ def test_a_reset_that_fails_is_noted_on_the_failure() -> None:
 
 
 def test_a_reset_that_fails_in_close_is_raised() -> None:
-    """Once: the pipeline is closed all the same."""
+    """It is raised once; the pipeline is closed all the same."""
     pipe, others = _failing(_raise)
     pipe.fill_pipeline(iter(range(3)))
     with pytest.raises(OSError, match="disk") as caught:

@@ -13,7 +13,7 @@ TRIALS = 20
 @pytest.mark.examples
 @pytest.mark.parametrize("kinds", [("close", "closing", "one"), ("storm",)], ids="+".join)
 def test_signals_at_random_moments_do_no_harm(scripts: Scripts, kinds: tuple[str, ...]) -> None:
-    """The handler's own exception comes out, no thread is left, the pipeline runs or is closed."""
+    """The handler's own exception is raised, no thread remains, the pipeline runs or is closed."""
     first, *more = seeds("endings", TRIALS * len(kinds))
     trials = (1 + len(more)) // len(kinds)
     args = (f"{first}", f"{trials}", *kinds)  # see ``signal_trials``

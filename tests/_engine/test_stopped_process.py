@@ -25,7 +25,7 @@ STOPPED_S = 3 * STALL_S
 
 
 class Clock:
-    """The watchdog's ``time``: an interval per look, and the time in which the process stood."""
+    """A stand-in for the watchdog's ``time``: an interval per look, plus the time of the stop."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -33,7 +33,7 @@ class Clock:
         self.waiting, self.looked_again = threading.Event(), threading.Event()
 
     def monotonic(self) -> float:
-        """Called once at the start, and at the beginning of each look."""
+        """Return the time; called once at the start and at the beginning of each look."""
         self.calls += 1
         if self.calls == 3:  # one look has seen the task
             self.waiting.set()
@@ -44,7 +44,7 @@ class Clock:
         return self.now_s
 
     def stop(self, ctx: IterContext) -> None:
-        """The task."""
+        """Stop this process by SIGSTOP, between two looks of the watchdog."""
         await_event(self.waiting, "the watchdog's first look")
         begin_s = time.monotonic()
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -56,7 +56,7 @@ class Clock:
 
 
 def be_stopped() -> None:
-    """Twice: with the guard, and without it."""
+    """Run a task that stops the process, with the guard and without it."""
     for counts_at_most in (swpipe._engine.watchdog.LOOK_COUNTS_AT_MOST, math.inf):
         clock = Clock()
         swpipe._engine.watchdog.time = clock  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def be_stopped() -> None:
 
 
 def main() -> None:
-    """Fork the child, and continue it as often as it is stopped."""
+    """Fork the child, and continue it each time it is stopped."""
     child = os.fork()
     if child == 0:
         be_stopped()
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def test_the_time_in_which_a_process_is_stopped_is_no_stall(scripts: Scripts) -> None:
-    """Where a look counts whatever time has passed, it is one."""
+    """It would be a stall if a look counted all the time since the previous one."""
     done = scripts.run(Script(module="tests._engine.test_stopped_process"))
     told = "thread group 'default': inside task 'stop' of iteration 0"
     assert done[:2] == (0, f"1\n{told}\n"), done.stderr

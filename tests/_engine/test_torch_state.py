@@ -1,4 +1,4 @@
-"""Worker threads see the caller's torch."""
+"""Worker threads use the caller's torch settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USER_SETTING: contextvars.ContextVar[str] = contextvars.ContextVar("user_setting
 
 @contextmanager
 def setting(setter: Callable[[Any], object], value: object, default: object) -> Iterator[None]:
-    """Set something within the block."""
+    """Set a value within the block."""
     setter(value)
     try:
         yield
@@ -32,7 +32,7 @@ def setting(setter: Callable[[Any], object], value: object, default: object) -> 
 
 
 def gradient() -> float:
-    """Of x * x at 1."""
+    """Return the gradient of x * x at 1."""
     x = torch.ones(1, requires_grad=True)
     (x * x).sum().backward()
     assert x.grad is not None
@@ -40,7 +40,7 @@ def gradient() -> float:
 
 
 def hooks_refused() -> str:
-    """What entering hooks raises."""
+    """Return the error of entering saved-tensor hooks, or "nothing"."""
     try:
         with saved_tensors_hooks(lambda x: x, lambda x: x):
             return "nothing"
@@ -49,7 +49,7 @@ def hooks_refused() -> str:
 
 
 class CurrentMesh:
-    """Becomes the thread's current mesh as a ``DeviceMesh`` does, without process groups."""
+    """A stand-in for a ``DeviceMesh`` that becomes the thread's current mesh, without groups."""
 
     def __enter__(self) -> None:
         torch.distributed.device_mesh._mesh_resources.mesh_stack.append(self)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ CARRIED: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[],
         lambda: len(torch.distributed.device_mesh._mesh_resources.mesh_stack),
     ),
 }
-"""How to set it, and what a task sees of it. What belongs to the process needs no carrying."""
+"""How to set a state, and how a task reads it. The state of the process needs no carrying."""
 
 if hasattr(torch._C, "_set_dtensor_allow_implicit_replication"):
     CARRIED["implicit replication"] = (
@@ -116,7 +116,7 @@ if hasattr(torch._C, "_get_graph_exec_group"):
 def test_a_worker_is_in_the_callers_mode_and_leaves_it_again(
     mode: Callable[[], AbstractContextManager[Any]], look: Callable[[], object]
 ) -> None:
-    """The batches that were pulled within the mode, and no others."""
+    """This concerns the batches that were pulled within the mode, and no others."""
     seen: list[object] = []
     data = iter(range(5))
     outside = look()
@@ -141,7 +141,7 @@ def test_a_worker_is_in_the_callers_mode_and_leaves_it_again(
 def test_a_worker_takes_gradients_where_the_caller_does(
     mode: Callable[[], AbstractContextManager[Any]], look: Callable[[], bool]
 ) -> None:
-    """This may change where nothing is in flight."""
+    """The mode may change while nothing is in flight."""
     seen: list[bool] = []
     with SWPipeline(piped(), tasks(h2d=lambda _: seen.append(look()))) as pipe:
         with mode():
@@ -152,7 +152,7 @@ def test_a_worker_takes_gradients_where_the_caller_does(
 
 
 def test_an_iteration_keeps_the_settings_under_which_it_was_admitted() -> None:
-    """A switch in mid-flight concerns the batches pulled after it."""
+    """A later switch concerns only the batches that are pulled after it."""
     seen: dict[int, bool] = {}
 
     def note(ctx: IterContext) -> None:
@@ -172,7 +172,7 @@ def test_an_iteration_keeps_the_settings_under_which_it_was_admitted() -> None:
 
 
 def test_a_worker_casts_weights_again_under_autocast() -> None:
-    """Torch clears its cache of casts when the caller leaves autocast; a worker never does."""
+    """Torch clears its cache of casts when the caller leaves autocast, but not on a worker."""
     weight = torch.nn.Parameter(torch.ones(4, 4))
     seen: list[float] = []
 
@@ -216,7 +216,7 @@ class _Function(TorchFunctionMode):
 
 
 class _WithinVmap:
-    """Within a level of ``torch.func.vmap``, as its function is."""
+    """A context manager that enters a level of ``torch.func.vmap``."""
 
     def __enter__(self) -> None:
         torch._C._functorch._vmap_increment_nesting(2, "error")
@@ -237,7 +237,7 @@ REFUSED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_mode_that_a_worker_cannot_be_in_is_refused_by_name(name: str) -> None:
-    """Flops were once counted on the caller's thread alone; nothing is lost by the refusal."""
+    """Flops were once counted on the caller's thread only; the refusal loses nothing."""
     data = iter(range(5))
     with SWPipeline(piped(), tasks()) as pipe:
         first = pipe.progress(data)
@@ -248,7 +248,7 @@ def test_a_mode_that_a_worker_cannot_be_in_is_refused_by_name(name: str) -> None
 
 @pytest.mark.parametrize("name", ["_Dispatch", "_Function", "torch.func"])
 def test_any_mode_may_be_active_where_there_are_no_workers(name: str) -> None:
-    """All tasks then run on the thread that is in it."""
+    """All tasks then run on the thread that has entered the mode."""
     mine = tasks()
     with SWPipeline(PipelinePlan.serial(mine), mine) as pipe, REFUSED[name]():
         assert [ctx.batch for ctx in pipe.iterate(range(3))] == [0, 1, 2]

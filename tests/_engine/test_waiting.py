@@ -11,7 +11,7 @@ from tests.support.sequencer import await_event
 
 
 def waiter(counter: ProgressCounter, count: int) -> tuple[threading.Thread, list[str]]:
-    """A thread that waits for ``count`` and notes how that ended."""
+    """Start a thread that waits for ``count`` and notes how the wait ended."""
     ended: list[str] = []
 
     def wait() -> None:
@@ -42,7 +42,7 @@ def test_advancing_wakes_those_served_and_leaves_the_others_asleep() -> None:
 
 
 def test_cancelling_wakes_everyone_and_refuses_later_waits() -> None:
-    """What has been reached is still served, at once; what has not raises."""
+    """A wait for a count that has been reached returns at once; other waits raise."""
     counter = ProgressCounter()
     thread, ended = waiter(counter, 5)
     counter.advance(2)
@@ -56,7 +56,7 @@ def test_cancelling_wakes_everyone_and_refuses_later_waits() -> None:
 
 
 def test_a_counter_forgets_who_has_waited() -> None:
-    """However that ended: a long run waits a million times."""
+    """This holds for every way to end a wait: a long run waits a million times."""
     counter = ProgressCounter()
     for count in range(1, 10):
         thread, _ = waiter(counter, count)

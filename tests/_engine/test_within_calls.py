@@ -27,7 +27,7 @@ PLANS = 15
 @pytest.mark.examples
 @pytest.mark.parametrize("streams", [False, True])
 def test_every_period_ends_before_the_next_call_begins(streams: bool) -> None:
-    """On any plan, all tasks of a period lie between the head of the caller's lane and its end."""
+    """On any plan, all tasks of a period run between the caller's first and last instruction."""
     for seed in seeds("plans", PLANS):
         plan = replace(random_case(seed).plan, within_calls=True)
         program = compile_plan(resolve_plan(plan), streams=streams)
@@ -74,7 +74,7 @@ def test_all_tasks_of_a_period_have_run_when_the_call_returns(on_streams: bool) 
 
 
 def test_the_head_of_the_lane_is_an_instruction_of_its_own_only_where_admission_is_not() -> None:
-    """With streams ``<admit>`` stays in the middle, and ``<begin>`` stands at the head."""
+    """With streams, ``<admit>`` stays in the middle, and ``<begin>`` is first."""
     plan = replace(
         PipelinePlan(
             {
@@ -99,7 +99,7 @@ def test_the_head_of_the_lane_is_an_instruction_of_its_own_only_where_admission_
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_simulation_knows_that_workers_wait_for_the_call(streams: bool) -> None:
-    """A worker that may not run ahead between two calls is waited for in each of them."""
+    """A worker that may not run ahead between two calls is waited for in each call."""
     plan = PipelinePlan(
         {"read": TaskSchedule(0, thread_group="io"), "train": TaskSchedule(0)},
         deps=[("train", "read")],

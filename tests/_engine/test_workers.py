@@ -1,4 +1,4 @@
-"""Groups of several workers: what they do at once, in which order it comes out, what is refused."""
+"""Groups of several workers: what runs at once, the order of results, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ WORKERS = 3
 
 
 class Planted(Exception):
-    """What tests plant."""
+    """An error that a test raises on purpose."""
 
 
 def plan(workers: int = WORKERS, **more: Any) -> PipelinePlan:
-    """Read by several workers, then train on the caller's thread."""
+    """Return a plan that reads on several workers, and trains on the caller's thread."""
     return PipelinePlan(
         {
             "read": TaskSchedule(0, thread_group="io", workers=workers),
@@ -38,7 +38,7 @@ def plan(workers: int = WORKERS, **more: Any) -> PipelinePlan:
 def pipe(
     read: Callable[[IterContext], object], given: PipelinePlan | None = None, **options: Any
 ) -> SWPipeline[Any]:
-    """A pipeline whose first task is pure, and whose second adds up what that has read."""
+    """Return a pipeline of a pure task that reads, and a task that uses the result."""
 
     def run(ctx: IterContext) -> None:
         ctx.x = read(ctx)
@@ -51,7 +51,7 @@ def pipe(
 
 
 def test_as_many_iterations_as_workers_are_read_at_once_and_come_out_in_order() -> None:
-    """Each waits until all others have come to it, too."""
+    """Each worker waits until all others have reached the task, too."""
     together = threading.Barrier(WORKERS)
 
     def read(ctx: IterContext) -> object:
@@ -64,7 +64,7 @@ def test_as_many_iterations_as_workers_are_read_at_once_and_come_out_in_order() 
 
 
 def test_iteration_i_is_the_work_of_worker_i_modulo_their_number() -> None:
-    """By the number of the iteration, also where a run does not begin with the first."""
+    """The number of the iteration counts, also if a run does not begin with the first."""
 
     def read(ctx: IterContext) -> object:
         return threading.current_thread().name
@@ -76,7 +76,7 @@ def test_iteration_i_is_the_work_of_worker_i_modulo_their_number() -> None:
 
 
 def test_the_first_failure_in_the_order_of_iterations_is_the_one_that_comes_out() -> None:
-    """Here that of iteration 3, which fails after that of iteration 4."""
+    """It is that of iteration 3, which fails after iteration 4."""
     failed = threading.Event()
 
     def read(ctx: IterContext) -> object:
@@ -96,7 +96,7 @@ def test_the_first_failure_in_the_order_of_iterations_is_the_one_that_comes_out(
 
 
 def test_a_failure_waits_until_the_iterations_before_have_passed() -> None:
-    """Iteration 4 fails while iteration 3 is being read, which then is well and is handed out."""
+    """Iteration 4 fails while iteration 3 is read; iteration 3 then succeeds and is returned."""
     failed, found = threading.Event(), list[int]()
     third_is_out = threading.Event()
 
@@ -145,7 +145,7 @@ def test_a_failure_elsewhere_ends_the_wait_for_iterations_before() -> None:
 
 
 def test_a_task_after_the_workers_can_have_its_own_order() -> None:
-    """Reads at once, and notes one after the other, on the threads of the workers."""
+    """The tasks read at once, and note one after the other, on the threads of the workers."""
     order, together = list[int](), threading.Barrier(WORKERS)
 
     def read(ctx: IterContext) -> None:
@@ -180,7 +180,7 @@ def test_states_that_are_used_in_turn_allow_as_many_workers() -> None:
 
 
 def test_an_event_is_kept_until_its_worker_asks_for_it() -> None:
-    """What went waits for its device work, and is let go in the next iteration of that worker."""
+    """An overwritten value waits for its device work until the worker's next iteration."""
     tasks = [
         PipelineTask("read", lambda ctx: None, pure=True, reads=["batch"]),
         PipelineTask("train", lambda ctx: None),
@@ -193,7 +193,7 @@ def test_an_event_is_kept_until_its_worker_asks_for_it() -> None:
 
 
 def test_replays_of_one_task_take_turns() -> None:
-    """The first iteration is cached, however many workers come to the task at once."""
+    """The first iteration is cached, also if several workers reach the task at once."""
     called = list[int]()
 
     def read(ctx: IterContext) -> object:
@@ -211,7 +211,7 @@ def test_replays_of_one_task_take_turns() -> None:
 def test_each_dependence_is_kept_at_its_own_distance(
     groups: tuple[str, str], distances: tuple[int, ...]
 ) -> None:
-    """The iteration before is another worker's: what comes after it need not come after this."""
+    """The previous iteration is another worker's: a task after it need not come after this one."""
     schedule = {
         name: TaskSchedule(0, thread_group=group, workers=WORKERS)
         for name, group in zip("ab", groups, strict=True)
@@ -245,7 +245,7 @@ def test_each_dependence_is_kept_at_its_own_distance(
 def test_a_plan_that_gives_a_group_no_workers_is_refused(
     changes: dict[str, TaskSchedule], text: str
 ) -> None:
-    """In words, before anything runs."""
+    """It is refused by an error before anything runs."""
     schedule = {**plan().schedule, **changes}
     tasks = [PipelineTask(name, lambda ctx: None, pure=True) for name in schedule]
     with pytest.raises(PlanError, match=text):
@@ -253,7 +253,7 @@ def test_a_plan_that_gives_a_group_no_workers_is_refused(
 
 
 def test_the_depth_grows_by_the_workers() -> None:
-    """Else they would have nothing to do."""
+    """Otherwise the workers would have nothing to do."""
     assert plan(1).depth == 2
     assert plan(4).depth == 5
     assert plan(4, pull_group="loader").depth == 6
@@ -264,7 +264,7 @@ def test_the_depth_grows_by_the_workers() -> None:
 
 
 def test_a_task_that_says_nothing_is_not_run_beside_itself() -> None:
-    """Unless its plan says how far apart its iterations keep their order."""
+    """The plan may say how many iterations apart they keep their order."""
     tasks = [PipelineTask("read", lambda ctx: None), PipelineTask("train", lambda ctx: None)]
     with pytest.raises(PlanError, match="the effects of task 'read' are not declared, and its 3"):
         SWPipeline(plan(), tasks)
@@ -272,7 +272,7 @@ def test_a_task_that_says_nothing_is_not_run_beside_itself() -> None:
 
 
 def test_a_plan_with_workers_is_drawn() -> None:
-    """With how many there are."""
+    """The drawing has the number of workers."""
     with pipe(lambda ctx: None) as running:
         assert "read [io x 3]     0   1" in running.format_schedule(3)
         assert "\nio x 3: " in running.format_program()

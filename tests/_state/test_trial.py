@@ -1,4 +1,4 @@
-"""Optimizers that step in a trial are put back, given or not; what cannot be is refused."""
+"""Optimizers that step in a trial are restored, given or not; others are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swpipe.inference import record
 
 
 class Trainer:
-    """A model and its optimizer, and one iteration."""
+    """A model and its optimizer, with one training step."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -41,7 +41,7 @@ class Trainer:
 
 
 def tried(fn: Callable[..., object], state: Any = (), windows: int = 3) -> int:
-    """Run a task in windows with state restored between them; how many were run."""
+    """Run a task in windows, each of which is restored; return their number."""
     saved = LoopState([], state, CpuDevice())
     for _ in range(windows):
         with saved.trial():
@@ -50,7 +50,7 @@ def tried(fn: Callable[..., object], state: Any = (), windows: int = 3) -> int:
 
 
 def test_a_task_may_change_what_a_trial_has_restored() -> None:
-    """Each trial restores a copy of its own, so that the next one begins where the first did."""
+    """Each trial restores its own copy, so that the next trial begins in the same state."""
     state = SimpleNamespace(log=["before"])
     io = DeclaredIO(lambda: state.log, lambda log: setattr(state, "log", log))
     saved = LoopState([PipelineTask("log", print, [io])], [], CpuDevice())
@@ -61,7 +61,7 @@ def test_a_task_may_change_what_a_trial_has_restored() -> None:
 
 
 def test_an_optimizer_that_is_only_shown_later_is_put_back() -> None:
-    """With its state, its options and its parameters, whatever steps."""
+    """Its state, options and parameters are restored, no matter what steps it."""
     trainer = Trainer()
     trainer.train()  # now it has moments
     before = copy.deepcopy((trainer.model.state_dict(), trainer.optimizer.state_dict()))
@@ -89,7 +89,7 @@ def test_an_optimizer_that_was_left_out_does_not_step() -> None:
 
 
 def test_an_optimizer_without_a_state_may_step_on_what_is_restored() -> None:
-    """Its model is found, and it is not: afterwards it has no state again, and its options."""
+    """Its model is restored, and it is not: it has no state again, and its options."""
     trainer = Trainer()
     model = trainer.model
 
@@ -108,7 +108,7 @@ def test_an_optimizer_without_a_state_may_step_on_what_is_restored() -> None:
 
 
 def test_an_optimizer_that_a_task_makes_each_time() -> None:
-    """It trains what is restored, and nothing of it stays."""
+    """It trains a restored model, and leaves nothing behind."""
     model = Trainer().model
     made: list[weakref.ref[Any]] = []
 
@@ -150,7 +150,7 @@ def test_an_optimizer_with_a_scheduler_of_which_nothing_is_known_does_not_step()
 
 
 def test_another_thread_trains_what_it_likes() -> None:
-    """Its optimizers are nobody's business."""
+    """The optimizers of another thread are not watched."""
     trainer, other = Trainer(), Trainer()
     with LoopState([], [trainer.model, trainer.optimizer], CpuDevice()).trial():
         trainer.train()
@@ -161,7 +161,7 @@ def test_another_thread_trains_what_it_likes() -> None:
 
 
 def test_a_step_on_a_thread_that_python_did_not_start_counts() -> None:
-    """Autograd's threads for a device run hooks that may step, and have nobody's variables."""
+    """Autograd's threads for a device run hooks that may step, and have no context variables."""
     trainer, done = Trainer(), threading.Event()
     before = copy.deepcopy(trainer.model.state_dict())
 
@@ -178,7 +178,7 @@ def test_a_step_on_a_thread_that_python_did_not_start_counts() -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer around another one."""
+    """An optimizer that wraps another one."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._inner = [("", inner)]
@@ -197,7 +197,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class WithStateDict:
-    """An object that restores model and optimizer by itself."""
+    """An object whose state contains that of a model and an optimizer."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._model, self._optimizer = trainer.model, trainer.optimizer
@@ -211,7 +211,7 @@ class WithStateDict:
 
 
 def test_an_optimizer_in_a_restored_object_is_restored() -> None:
-    """In an optimizer, with the state that its first step makes.
+    """The object may be an optimizer, with the state that its first step makes.
 
     Another object is trusted, also with a scheduler; its state_dict may hold other tensors.
     """
@@ -231,7 +231,7 @@ def test_an_optimizer_in_a_restored_object_is_restored() -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_torchscript_is_refused_whatever_it_is_a_part_of() -> None:
-    """It keeps its state to itself; each module that has it is named, and no other."""
+    """It hides its state; each module that contains it is named, and no other."""
     plain = nn.Linear(1, 1)
     mixed = nn.Sequential(nn.Sequential(torch.jit.script(nn.Linear(1, 1))), nn.Linear(1, 1))
 

@@ -1,4 +1,4 @@
-"""What a task did to its context is seen, however deep it lies, and nothing else is."""
+"""Changes of a task to its context are found at any depth, and no others are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Batch:
 
 
 class Lazy:
-    """Works out its length when asked, as torchrec's jagged tensors do."""
+    """An object that computes its length on request, like torchrec's jagged tensors."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -100,12 +100,12 @@ def name_lazy(ctx: Any) -> None:
     ],
 )
 def test_each_change_is_seen_and_no_other(task: Callable[[Any], object], produced: str) -> None:
-    """One attribute was added, rebound or modified in place: that one is told."""
+    """If one attribute was added, rebound or modified in place, only that one is reported."""
     assert changes(task) == ((produced,), ())
 
 
 def test_deleted_attributes_are_listed() -> None:
-    """What is gone is told by name."""
+    """They are reported by name."""
     assert changes(lambda ctx: delattr(ctx, "batch")) == ((), ("batch",))
 
 
@@ -134,7 +134,7 @@ def test_reading_is_no_change(task: Callable[[Any], object]) -> None:
     ],
 )
 def test_a_gradient_that_is_added_to_or_replaced_is_seen(act: Callable[[Tensor], object]) -> None:
-    """In place, or by another one, whatever its version."""
+    """The gradient changes in place, or is replaced, with any version."""
     ctx = context()
     ctx.leaf.grad = x()
     assert changes(lambda ctx: act(ctx.leaf), ctx) == (("leaf",), ())
@@ -142,7 +142,7 @@ def test_a_gradient_that_is_added_to_or_replaced_is_seen(act: Callable[[Tensor],
 
 @torch.inference_mode()
 def test_tensors_without_version_counters_are_compared() -> None:
-    """In inference mode numbers tell, NaN included; what was only read is unchanged."""
+    """In inference mode the numbers are compared, NaN included; what was only read is unchanged."""
     ctx = SimpleNamespace(a=x(), b=torch.tensor([float("nan"), 1.0]), c=x().to_sparse())
     ctx.wide = torch.ones(1).expand(3)
     ctx.on_a_device = torch.ones(3, device="meta")
@@ -173,7 +173,7 @@ def test_a_gradient_of_an_inner_tensor_is_read_without_a_warning() -> None:
 
 
 def test_an_array_that_gets_another_shape_in_place_is_changed() -> None:
-    """Though its bytes are the same."""
+    """It counts as changed, though its bytes are the same."""
     numpy = pytest.importorskip("numpy")
     array = numpy.arange(4)
     before = Fingerprint(array)

@@ -1,4 +1,4 @@
-"""What other threads do to a context is told apart from what the logging thread does."""
+"""Changes to a context by other threads are distinguished from the logging thread's."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def context() -> IterContext:
 
 
 def elsewhere(act: Callable[[], None]) -> None:
-    """Runs something on another thread, to the end."""
+    """Run something on another thread, and wait for it."""
     thread = threading.Thread(target=act)
     thread.start()
     thread.join(10)
 
 
 def test_writes_of_other_threads_are_logged() -> None:
-    """An attribute that the watching thread wrote too is its own."""
+    """An attribute that the watching thread wrote, too, counts as its own."""
     ctx = context()
 
     def act() -> None:
@@ -43,7 +43,7 @@ def test_writes_of_other_threads_are_logged() -> None:
 
 
 def test_a_watched_context_behaves_as_usual() -> None:
-    """It is an IterContext by name and kind, attributes come and go, and the error still helps."""
+    """It is an IterContext by name and kind, attributes can be set, and its error still helps."""
     ctx = context()
     with AttributeLog(ctx):
         assert isinstance(ctx, IterContext)
@@ -58,7 +58,7 @@ def test_a_watched_context_behaves_as_usual() -> None:
 
 
 def test_the_class_is_restored_when_the_last_watcher_exits() -> None:
-    """Also after a failure; two may watch one context and exit in any order."""
+    """It is restored after a failure, too; two may watch one context and exit in any order."""
     ctx = context()
     first, second = AttributeLog(ctx), AttributeLog(ctx)
     with first:
@@ -75,7 +75,7 @@ def test_the_class_is_restored_when_the_last_watcher_exits() -> None:
 
 
 def test_two_watching_threads_have_separate_logs() -> None:
-    """The writes of each are foreign to the other."""
+    """The writes of one thread are foreign to the other thread."""
     ctx = context()
     notes: list[AttributeLog] = []
     inside, go_on = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""State comes back bit for bit, in the same objects."""
+"""State is restored bit for bit, in the same objects."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from swpipe.device import CpuDevice
 
 
 def snapshot_of(*owners: Any) -> Snapshot:
-    """A snapshot of owners, whatever they are called."""
+    """Return a snapshot of owners with arbitrary names."""
     return Snapshot([Owner(f"owner {i}", owner) for i, owner in enumerate(owners)], CpuDevice())
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    """A few steps on whatever."""
+    """Train for a few steps on random inputs."""
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randn(8, 3)).square().mean().backward()
@@ -31,7 +31,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) ->
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two values are equal, tensors by their bits."""
+    """Return whether two values are equal, tensors bit for bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
@@ -42,7 +42,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def net() -> nn.Sequential:
-    """With parameters, buffers and a counter."""
+    """Return a module with parameters, buffers and a counter."""
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
@@ -57,9 +57,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     ("kind", "before"), [("sgd", 0), ("sgd", 2), ("adam", 0), ("adam", 2), ("adagrad", 0)]
 )
 def test_model_and_optimizer(kind: str, before: int) -> None:
-    """Parameters, buffers, gradients and the optimizer's state, made before or made meanwhile.
+    """Parameters, buffers, gradients and the optimizer's state are restored, old or new.
 
-    As often as one likes, as for several batches that are each profiled from the same state.
+    They can be restored repeatedly, as for several batches that are profiled from one state.
     """
     model = net()
     optimizer = OPTIMIZERS[kind](model.parameters())
@@ -77,17 +77,17 @@ def test_model_and_optimizer(kind: str, before: int) -> None:
 
 
 def forget(optimizer: torch.optim.Optimizer) -> None:
-    """Begin without momentum."""
+    """Replace the optimizer's state by an empty one."""
     optimizer.state = defaultdict(dict)
 
 
 def new_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Give it other options."""
+    """Replace the optimizer's parameter groups."""
     optimizer.param_groups = [group | {"lr": 0.5} for group in optimizer.param_groups]
 
 
 def load(optimizer: torch.optim.Optimizer) -> None:
-    """Load a state that was saved."""
+    """Load the optimizer's own state."""
     optimizer.load_state_dict(optimizer.state_dict())
 
 
@@ -96,7 +96,7 @@ def load(optimizer: torch.optim.Optimizer) -> None:
 def test_containers_of_an_optimizer_that_were_replaced(
     replace: Callable[[torch.optim.Optimizer], None], before: int
 ) -> None:
-    """The old ones were refilled, and the optimizer went on with the new ones."""
+    """The old containers were refilled, and the optimizer continued with the new ones."""
     model = net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     train(model, optimizer, before)
@@ -131,7 +131,7 @@ def test_tensors_keep_identity_and_memory() -> None:
 
 
 def test_tensors_that_a_parameter_has_as_attributes() -> None:
-    """Such as a gradient in another precision: the same tensors, with their values."""
+    """A gradient in another precision, for example, is the same tensor, with its values."""
     model = nn.Linear(1, 1)
     kept = model.weight.main_grad = torch.zeros(1)
     model.weight.history = [torch.zeros(1)]
@@ -145,7 +145,7 @@ def test_tensors_that_a_parameter_has_as_attributes() -> None:
 
 
 def test_a_gradient_that_was_there_keeps_its_bits() -> None:
-    """Also where the steps in between accumulate into it in place."""
+    """This holds also if the steps in between accumulate into it in place."""
     model = nn.Linear(2, 1)
     model(torch.ones(1, 2)).sum().backward()
     gradient = model.weight.grad
@@ -159,7 +159,7 @@ def test_a_gradient_that_was_there_keeps_its_bits() -> None:
 
 
 def test_a_sparse_gradient() -> None:
-    """Embeddings with sparse gradients, zeroed in place."""
+    """Embeddings have sparse gradients, which are zeroed in place."""
     table = nn.Embedding(10, 2, sparse=True)
     table(torch.tensor([3])).sum().backward()
     gradient = table.weight.grad
@@ -173,7 +173,7 @@ def test_a_sparse_gradient() -> None:
 
 
 def test_flags_and_what_is_absent() -> None:
-    """A model half in eval mode and frozen is so again; an absent buffer is absent again."""
+    """A model half in eval mode and frozen is restored; an absent buffer is absent again."""
     model = net()
     model[1].eval().requires_grad_(False)
     empty = nn.Module()  # without any tensor to begin with
@@ -189,7 +189,7 @@ def test_flags_and_what_is_absent() -> None:
 
 
 def test_the_device_is_synchronized() -> None:
-    """Before the state is copied, and before memory that it works on is overwritten."""
+    """This happens before the state is copied, and before memory in use is overwritten."""
 
     class SlowDevice(CpuDevice):
         waits = 0
@@ -205,7 +205,7 @@ def test_the_device_is_synchronized() -> None:
 
 
 class Odd(nn.Module):
-    """A module with tensors in all the places where modules keep them."""
+    """A module with tensors in all places where modules keep them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Odd(nn.Module):
 
 
 def test_tensors_outside_the_state_dict() -> None:
-    """Plain attributes, lists, buffers that are not saved, modules in lists, extra state."""
+    """These are plain attributes, lists, non-persistent buffers, modules in lists, extra state."""
     odd = Odd()
     kept, weight = odd.total, odd.hidden[0].weight.clone()
     snapshot = snapshot_of(odd)
@@ -250,7 +250,7 @@ def test_tensors_outside_the_state_dict() -> None:
 
 
 def test_a_tensor_that_became_part_of_a_graph_is_a_leaf_again() -> None:
-    """A running sum over losses that were not detached."""
+    """An example is a running sum over losses that were not detached."""
     odd = Odd()
     snapshot = snapshot_of(odd)
     odd.total.add_(torch.ones(2, requires_grad=True))
@@ -269,7 +269,7 @@ def test_parameters_of_a_lazy_module_stay() -> None:
 
 
 def test_what_is_registered_at_the_first_batch_stays() -> None:
-    """The flag that says so is not put back either: TorchRec's modules work so."""
+    """The flag that says so is not restored either: TorchRec's modules work like this."""
 
     class Permuting(nn.Module):
         def __init__(self) -> None:
@@ -291,7 +291,7 @@ def test_what_is_registered_at_the_first_batch_stays() -> None:
 
 
 def test_anything_with_a_state_dict() -> None:
-    """A learning rate scheduler, say."""
+    """A learning rate scheduler is an example."""
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.step()
@@ -307,7 +307,7 @@ def test_anything_with_a_state_dict() -> None:
 
 
 def test_an_object_that_keeps_what_it_loads_is_restored_each_time() -> None:
-    """What it is given is its own: what it changes there is not the saved state."""
+    """It gets its own copy: what it changes there does not change the saved state."""
 
     class Log:
         def __init__(self) -> None:
@@ -344,7 +344,7 @@ def test_a_state_that_cannot_be_copied_is_reported() -> None:
 
 
 def test_generators() -> None:
-    """The default ones of torch, Python and numpy, and those of the tasks' own."""
+    """These are the default ones of torch, Python and numpy, and the tasks' own."""
     numpy = pytest.importorskip("numpy")
     mine, own = torch.Generator().manual_seed(1), random.Random(1)
     new, old = numpy.random.default_rng(1), numpy.random.RandomState(1)
@@ -374,7 +374,7 @@ def test_inference_tensors() -> None:
 
 
 def test_a_buffer_that_is_registered_at_the_first_batch_stays_beside_others() -> None:
-    """As the cache of a rotary embedding: the flag that says so is not put back either."""
+    """An example is the cache of a rotary embedding: its flag is not restored either."""
 
     class Caching(nn.Module):
         def __init__(self) -> None:

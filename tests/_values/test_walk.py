@@ -1,4 +1,4 @@
-"""Tensors are found in any nesting, and values are built anew with all else kept."""
+"""Tensors are found in any nesting, and values are rebuilt with all other contents."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Frozen:
 
 @dataclass(frozen=True)
 class FrozenDict:
-    """Frozen, and with a __dict__."""
+    """A frozen dataclass with a ``__dict__``."""
 
     x: Tensor
 
 
 @dataclass
 class Output(OrderedDict[str, Any]):
-    """A dictionary and a dataclass in one, as some model libraries give back."""
+    """A dictionary that is a dataclass too, like the outputs of some model libraries."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
@@ -61,7 +61,7 @@ def output(x: Tensor) -> Output:
 
 
 class AttrsStyle:
-    """Looks like a class that attrs made."""
+    """A class that looks as if attrs had made it."""
 
     __attrs_attrs__ = ("x",)
 
@@ -70,7 +70,7 @@ class AttrsStyle:
 
 
 class Private:
-    """A slot whose name Python mangles."""
+    """A class with a slot whose name Python mangles."""
 
     __slots__ = ("__x", "unset")
 
@@ -86,7 +86,7 @@ class Private:
 
 
 class Streamable:
-    """Knows how to record a stream; keeps things beside its tensors."""
+    """A class with ``record_stream`` and an attribute besides its tensor."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -98,7 +98,7 @@ class Streamable:
 
 @dataclass
 class Failure(Exception):
-    """Built on a class in C: where object.__new__ is not allowed, the class's own is used."""
+    """A subclass of a class written in C, which ``object.__new__`` refuses."""
 
     x: Tensor
 
@@ -109,13 +109,13 @@ class Opaque:
 
 
 class Batch(list[Tensor]):
-    """A list with something more to it."""
+    """A list with an additional attribute."""
 
     label = "none"
 
 
 class Sized(tuple[Tensor, ...]):
-    """A tuple that can be made only in its own way, and has an attribute."""
+    """A tuple with a constructor of its own and an attribute."""
 
     def __new__(cls, first: Tensor, second: Tensor) -> Sized:
         made = super().__new__(cls, (first, second))
@@ -126,7 +126,7 @@ class Sized(tuple[Tensor, ...]):
 
 
 class Registered:
-    """A class that torch's pytree is told of, made from its children alone."""
+    """A class that is registered with torch's pytree, and made from its children alone."""
 
     def __init__(self, x: Tensor, name: str) -> None:
         self.x, self.name = x, name
@@ -174,7 +174,7 @@ NESTINGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("nest", NESTINGS.values(), ids=NESTINGS)
 def test_a_tensor_is_found_and_replaced_in_any_nesting(nest: Any) -> None:
-    """Mapping gives the same type with the new tensor in place of the old, which is untouched."""
+    """The result has the same type, with the new tensor instead of the old one, which is intact."""
     t, other = x(1), x(2)
     value = nest(t)
     assert list(map(id, tensors_in(value))) == [id(t)]
@@ -186,7 +186,7 @@ def test_a_tensor_is_found_and_replaced_in_any_nesting(nest: Any) -> None:
 
 
 def test_other_contents_survive_a_rebuild() -> None:
-    """Attributes, default factories, lengths and labels."""
+    """These are attributes, default factories, lengths and labels."""
     streamable = Streamable(x())
     streamable.cached = [1, 2]
     assert map_tensors(streamable, Tensor.clone).cached == [1, 2]
@@ -220,7 +220,7 @@ def test_what_is_shared_stays_shared() -> None:
 
 
 def test_containers_are_new_and_other_objects_are_leaves() -> None:
-    """Modules, plain objects, arrays, iterators and classes are not looked into, nor copied."""
+    """Modules, plain objects, arrays, iterators and classes are neither searched nor copied."""
     module = torch.nn.Linear(2, 2)
     for leaf in (module, Opaque(x()), x().numpy(), iter([x()]), Plain, Streamable, lambda: x()):
         assert list(tensors_in([leaf])) == []
@@ -233,17 +233,17 @@ def test_containers_are_new_and_other_objects_are_leaves() -> None:
 
 
 class Movable:
-    """With a ``to``, in some way or other."""
+    """An object with a ``to`` method."""
 
     __slots__ = ()
 
     def to(self, place: Any) -> Any:
-        """Elsewhere."""
+        """Raise an error: nothing may move the object."""
         raise AssertionError(place)
 
 
 class Slotted(Movable):
-    """Without a dictionary of attributes."""
+    """A subclass without a dictionary of attributes."""
 
     __slots__ = ("x",)
 
@@ -252,18 +252,18 @@ class Slotted(Movable):
 
 
 class Averages(Movable):
-    """With a state; whoever restores it wants this object."""
+    """An object with a state; restoring it needs the same object."""
 
     def __init__(self, x: Any) -> None:
         self.x = x
 
     def state_dict(self) -> dict[str, Any]:
-        """What it holds."""
+        """Return the state."""
         return {"x": self.x}
 
 
 def test_objects_with_to_are_never_made_anew() -> None:
-    """Most are no containers; their tensors are found where one only looks."""
+    """Most are no containers; their tensors are found by a search that only looks."""
     t = x()
     for value in (Slotted(t), Averages([t]), Averages({"a": Slotted(t)})):
         assert map_tensors([value], Tensor.clone)[0] is value
@@ -273,7 +273,7 @@ def test_objects_with_to_are_never_made_anew() -> None:
 
 
 def test_a_registered_class_with_to_is_opened_as_registered() -> None:
-    """And moved by its ``to`` where that is asked for, as a dataclass or a dict with one is."""
+    """It is moved by its ``to`` if that is asked for, as is a dataclass or a dict with ``to``."""
 
     class Late(Movable):
         def __init__(self, x: Tensor) -> None:
@@ -317,7 +317,7 @@ def test_children_created_by_flatten_are_kept_apart() -> None:
 
 
 def test_a_class_registered_late_is_opened_from_then_on() -> None:
-    """Having been a leaf is not remembered."""
+    """It is not remembered as a leaf."""
 
     class Late:
         def __init__(self, x: Tensor) -> None:
@@ -331,7 +331,7 @@ def test_a_class_registered_late_is_opened_from_then_on() -> None:
 
 
 def test_nodes_have_names_and_children() -> None:
-    """Each container is shown once, with its keys and what it holds."""
+    """Each container is shown once, with its keys and contents."""
     t = x()
     value = {"a": [t], "b": Frozen(t)}
     outer, listing, frozen = nodes_in(value)
@@ -345,7 +345,7 @@ def test_nodes_have_names_and_children() -> None:
 
 
 class OnDevice(Tensor):
-    """A tensor that says it is on an accelerator and notes the streams that are recorded on it."""
+    """A tensor that claims to be on an accelerator, and notes the streams recorded on it."""
 
     recorded: list[str]
     is_cpu = False  # type: ignore[assignment]
@@ -361,7 +361,7 @@ class OnDevice(Tensor):
 
 
 def test_every_tensor_on_the_device_is_recorded_once_per_stream() -> None:
-    """Nested and shared tensors are recorded for all streams; those on the host are let be."""
+    """Nested and shared tensors are recorded for all streams; those on the host are not."""
     t = OnDevice.of(x())
     value = {
         "a": [t, x()],
@@ -392,7 +392,7 @@ def test_the_gradient_of_a_leaf_is_recorded_with_it_and_that_of_a_parameter_is_n
 
 
 class Hiding:
-    """Holds tensors where nobody sees them."""
+    """An object with tensors that the walk does not find."""
 
     def __init__(self, shown: object) -> None:
         self.hidden = Opaque(x())
@@ -404,9 +404,9 @@ class Hiding:
 
 
 def test_an_object_that_hides_its_tensors_records_for_itself() -> None:
-    """Its own method is called where no tensor can be seen in it, and only there.
+    """Its own method is called if no tensor can be seen in it, and only then.
 
-    An empty list met again says nothing of tensors.
+    An empty list that is met again does not show tensors.
     """
     empty: list[int] = []
     hiding, twice, showing = Hiding(None), Hiding([empty, empty]), Hiding([x()])
@@ -442,7 +442,7 @@ def test_tensors_made_of_others_are_recorded_part_by_part(monkeypatch: pytest.Mo
 
 
 def test_a_keyed_jagged_tensor_keeps_its_cached_fields() -> None:
-    """All tensors are mapped, and what it worked out on the host need not be worked out again."""
+    """All tensors are mapped, and what was computed on the host need not be computed again."""
     torchrec = pytest.importorskip("torchrec")
     kjt = torchrec.KeyedJaggedTensor(
         keys=["f", "g"],
@@ -478,7 +478,7 @@ def test_a_tensordict_is_rebuilt_whole() -> None:
 
 
 def test_what_was_walked_over_is_held_by_nobody() -> None:
-    """Not even until the collector comes: it may be a batch on the device."""
+    """They are freed without the collector: a batch may be on the device."""
     gc.collect()
     gc.disable()
     try:
@@ -493,7 +493,7 @@ def test_what_was_walked_over_is_held_by_nobody() -> None:
 
 
 def test_a_module_is_a_leaf_even_if_it_is_a_dataclass() -> None:
-    """It has a state of its own, and is never made anew."""
+    """It has its own state, and is never rebuilt."""
 
     @dataclass(eq=False)
     class Layer(torch.nn.Module):

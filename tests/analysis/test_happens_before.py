@@ -1,4 +1,4 @@
-"""The order that a compiled program makes sure of, against clocks carried by real runs of it."""
+"""The order that a compiled program guarantees, compared with clocks of real runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLANS = 40
 
 
 class Watch:
-    """Tasks that note, at each run, what their thread and their stream know by then.
+    """Tasks that record in each run what their thread and their stream know.
 
     Attributes:
         called: (task, iteration) to the clock of its thread when it was called.
@@ -41,7 +41,7 @@ class Watch:
         self._device = device
 
     def tasks(self, names: Iterable[str]) -> list[PipelineTask]:
-        """One for each name."""
+        """Return a task for each name."""
         return [PipelineTask(name, partial(self._run, name)) for name in names]
 
     def _run(self, name: str, ctx: IterContext) -> None:
@@ -53,7 +53,7 @@ class Watch:
 
 
 def watched(plan: PipelinePlan, iterations: int, seed: int) -> Watch:
-    """What the clocks said in one run on the virtual device."""
+    """Return the clocks of one run on the virtual device."""
     device = VirtualDevice(seed)
     watch = Watch(device)
     tasks = watch.tasks(plan.schedule)
@@ -69,7 +69,7 @@ def watched(plan: PipelinePlan, iterations: int, seed: int) -> Watch:
 
 
 def random_plans() -> Iterable[PipelinePlan]:
-    """Plans of all kinds; half of them without the dependences that their work would need."""
+    """Yield plans of all kinds; half of them lack the dependences that their work needs."""
     for seed in seeds("plans", PLANS):
         case = random_case(seed, 6) if seed % 3 else worked_case(seed, 6)
         plan = replace(case.plan, keep=None)
@@ -81,7 +81,7 @@ def random_plans() -> Iterable[PipelinePlan]:
 
 
 def replace_lists(plan: PipelinePlan, **changes: object) -> PipelinePlan:
-    """The plan with some of its lists changed."""
+    """Return the plan with some of its lists changed."""
     return PipelinePlan.from_dict({**plan.to_dict(), **changes})
 
 
@@ -89,7 +89,7 @@ def replace_lists(plan: PipelinePlan, **changes: object) -> PipelinePlan:
 @pytest.mark.slow
 @pytest.mark.parametrize("distance", [-2, -1, 0, 1, 2])
 def test_the_order_is_what_the_clocks_of_a_run_know(distance: int) -> None:
-    """In the shortest run that has both iterations, for every pair of tasks: no more, no less."""
+    """They agree for every pair of tasks in the shortest run that has both iterations."""
     sure = 0
     for seed, plan in enumerate(random_plans()):
         before = HappensBefore.of(resolve_plan(plan), streams=True)
@@ -108,7 +108,7 @@ def test_the_order_is_what_the_clocks_of_a_run_know(distance: int) -> None:
 @pytest.mark.examples
 @pytest.mark.slow
 def test_what_holds_in_the_shortest_run_holds_in_longer_ones() -> None:
-    """For every pair of iterations of a run of five."""
+    """This holds for every pair of iterations of a run of five."""
     refuted = 0
     for seed, plan in enumerate(random_plans()):
         before = HappensBefore.of(resolve_plan(plan), streams=True)
@@ -126,7 +126,7 @@ def test_what_holds_in_the_shortest_run_holds_in_longer_ones() -> None:
 
 
 def two_streams(**more: object) -> PipelinePlan:
-    """A on one stream, B on another, both on the caller's thread."""
+    """Return a plan of tasks a and b on two streams, both on the caller's thread."""
     return PipelinePlan(
         schedule={"a": TaskSchedule(stream="left"), "b": TaskSchedule(stream="right")},
         order=["a", "b"],
@@ -139,7 +139,7 @@ def two_streams(**more: object) -> PipelinePlan:
 def test_a_launch_limit_orders_the_device(group: str, ahead: int) -> None:
     """When an iteration is admitted, the one ``depth + run_ahead`` before it is done.
 
-    Whichever thread goes on from there knows it.
+    Any thread that continues from there knows it.
     """
     plan = two_streams(pipeline_depth=3, run_ahead=ahead)
     first = TaskSchedule(stream="left", thread_group=group)
@@ -151,7 +151,7 @@ def test_a_launch_limit_orders_the_device(group: str, ahead: int) -> None:
 
 
 def test_an_event_that_may_not_be_recorded_yet_orders_nothing() -> None:
-    """A program without its host waits has none of the order that its events would bring."""
+    """A program without its host waits has none of the order that its events would give."""
     program = compile_plan(resolve_plan(piped()), streams=True)
     assert HappensBefore(program).device("dist", "forward", 0)
     lanes = [
@@ -164,7 +164,7 @@ def test_an_event_that_may_not_be_recorded_yet_orders_nothing() -> None:
 
 
 def test_an_iteration_is_framed_by_its_admission_and_its_retirement() -> None:
-    """On the host; and retirement waits for all device work."""
+    """This is an order on the host; and retirement waits for all device work."""
     before = HappensBefore.of(resolve_plan(piped()), streams=True)
     for name in piped().schedule:
         assert before.host(ADMIT, name, 0)
@@ -176,7 +176,7 @@ def test_an_iteration_is_framed_by_its_admission_and_its_retirement() -> None:
 def test_a_call_of_the_loader_comes_after_what_is_before_it_on_the_callers_stream(
     group: str | None,
 ) -> None:
-    """It is the stream of its device work. Its own is done when it returns."""
+    """It is the stream of the loader's device work. Other work of the loader is done at return."""
     plan = replace(piped(), pull_group=group, pipeline_depth=5)
     before = HappensBefore.of(resolve_plan(plan), streams=True)
     assert before.keeps(PULL, "h2d", 0)
@@ -222,7 +222,7 @@ def test_an_edge_to_an_iteration_that_may_not_exist_orders_nothing() -> None:
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_two_tasks_may_run_beside_each_other_as_far_apart_as_the_depth_allows(depth: int) -> None:
-    """From a depth of 3 on they do so two iterations apart, although one apart they never do."""
+    """From a depth of 3 on, they overlap two iterations apart, but never one apart."""
     schedule = {"ahead": TaskSchedule(0, thread_group="io"), "last": TaskSchedule(1)}
     plan = PipelinePlan(schedule, same_period_deps=[("last", "ahead")], pipeline_depth=depth)
     before = HappensBefore.of(resolve_plan(plan), streams=False)

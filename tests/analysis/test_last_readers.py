@@ -1,4 +1,4 @@
-"""Attributes go at the first place that comes after all their users, whatever the interleaving."""
+"""Attributes are deleted at the first place after all their users, in every interleaving."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEPS = [("left", "load"), ("right", "load"), ("join", "left"), ("join", "right")
 def plan(
     stages: Sequence[int] = (0, 1, 1, 2, 2), groups: str = "abccc", streams: str = "-----"
 ) -> PipelinePlan:
-    """The tasks on thread groups and streams of one letter; "c" is the caller's, "-" as well."""
+    """Return a plan on thread groups and streams of one letter: "c" and "-" are the caller's."""
     entries = {
         name: TaskSchedule(
             stage,
@@ -41,7 +41,7 @@ def plan(
 
 
 def uses(**changed: Sequence[str] | None) -> Mapping[str, frozenset[str] | None]:
-    """What the tasks use."""
+    """Return the attributes that the tasks use."""
     said = {**USES, **changed}
     return {name: None if names is None else frozenset(names) for name, names in said.items()}
 
@@ -49,13 +49,13 @@ def uses(**changed: Sequence[str] | None) -> Mapping[str, frozenset[str] | None]
 def places(
     of: PipelinePlan, *, streams: bool = False, **changed: Sequence[str] | None
 ) -> dict[str, str]:
-    """Attribute to the task at which it goes."""
+    """Return, for each attribute, the task at which it is deleted."""
     before = HappensBefore.of(resolve_plan(of), streams=streams)
     return {} if of.keep is None else going(before, uses(**changed), of.keep)
 
 
 def test_a_value_goes_after_its_last_user() -> None:
-    """On whatever thread that is, if the others come before it."""
+    """The last user may be on any thread, if the other users come before it."""
     assert places(plan()) == {
         "batch": "load",
         "x": "join",  # left and right run at the same time: the first task after both
@@ -67,13 +67,13 @@ def test_a_value_goes_after_its_last_user() -> None:
 
 
 def test_a_task_that_says_nothing_uses_all() -> None:
-    """What is kept does not go, whoever uses it."""
+    """A value in ``keep`` is not freed, no matter which task uses it."""
     found = places(plan(), join=None)
     assert found == {"batch": "join", "x": "join", "y": "join"}
 
 
 def test_what_nobody_comes_after_goes_at_the_end_of_the_iteration() -> None:
-    """Two threads use it last, at the same time."""
+    """Two threads are its last users, at the same time."""
     apart = plan(stages=(0, 1, 1, 1, 1), groups="abccc")
     found = places(apart, join=["r"], log=["loss"], left=["x", "q"], right=["x", "y", "q"])
     assert found["q"] == "join"  # which waits for both, though it does not use it
@@ -92,7 +92,7 @@ def test_what_nobody_comes_after_goes_at_the_end_of_the_iteration() -> None:
 
 
 def test_device_work_is_waited_for_where_there_are_streams() -> None:
-    """Of all tasks before the place whose work does not come before that of another one."""
+    """The wait covers all tasks before it whose work is not known to be done."""
     of = plan(groups="ccccc", streams="sus--")
 
     def behind(*, streams: bool) -> dict[str, tuple[str, ...]]:
@@ -119,7 +119,7 @@ def test_on_one_stream_nothing_waits() -> None:
 
 
 def test_tasks_use_what_they_say_and_what_was_recorded() -> None:
-    """Both together, where there are both; unknown, where there is neither."""
+    """Both are joined where both exist; without either, nothing is known."""
     tasks = [
         PipelineTask("both", print, reads=["a"]),
         PipelineTask("said", print, reads=[]),
@@ -137,7 +137,7 @@ def test_tasks_use_what_they_say_and_what_was_recorded() -> None:
 
 
 def test_a_table_of_states_alone_says_nothing_of_attributes() -> None:
-    """As that of what tasks declare."""
+    """A table of declared states does not, for example."""
     states = Effects(frozenset({Location("model", True)}), frozenset())
     forward = PipelineTask("forward", print)
     assert uses_of([forward], {"forward": states}) == {"forward": None}
@@ -157,7 +157,7 @@ def test_a_table_of_states_alone_says_nothing_of_attributes() -> None:
     ids=["host", "one stream", "streams, on a CPU", "streams"],
 )
 def test_a_value_counts_until_it_goes(of: PipelinePlan, streams: bool, copies: int) -> None:
-    """And on streams in one iteration more."""
+    """On streams it counts in one more iteration."""
     goes = Block("load", KEPT, 8, "x", users=users_of(uses())["x"])
     (held,) = bytes_in_flight(
         HappensBefore.of(resolve_plan(of), streams=streams), TaskMemory((goes,))

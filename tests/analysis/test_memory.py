@@ -1,4 +1,4 @@
-"""How much the iterations in flight hold at most."""
+"""The maximum memory of the iterations in flight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 2**20
 def chain(
     stages: tuple[int, ...], groups: tuple[str, ...] | None = None, depth: int | None = None
 ) -> PipelinePlan:
-    """Tasks a, b, c ..., each after the one before; on one thread unless told otherwise."""
+    """Return a plan of tasks a, b, c ... in sequence; on one thread by default."""
     names = "abcdef"[: len(stages)]
     groups = groups or ("default",) * len(stages)
     return PipelinePlan(
@@ -36,7 +36,7 @@ def chain(
 
 
 def copies(plan: PipelinePlan, *blocks: Block, streams: bool = False) -> int:
-    """How many copies there are of the one block."""
+    """Return the number of copies of the single block."""
     (held,) = bytes_in_flight(
         HappensBefore.of(resolve_plan(plan), streams=streams), TaskMemory(blocks)
     ).held
@@ -44,24 +44,24 @@ def copies(plan: PipelinePlan, *blocks: Block, streams: bool = False) -> int:
 
 
 def deleted(begin: str, end: str) -> Block:
-    """An attribute that one task sets and another one deletes."""
+    """Return an attribute that one task sets and another one deletes."""
     return Block(begin, end, 8, "x", removed=True)
 
 
 @pytest.mark.parametrize(("stage", "most"), [(0, 3), (1, 2), (2, 1)])
 def test_an_attribute_lives_from_its_task_to_the_end(stage: int, most: int) -> None:
-    """Of one thread: the later it is set, the fewer there are at once."""
+    """On one thread, fewer exist at once the later it is set."""
     assert copies(chain((0, stage, 2)), Block("b", KEPT, 8, "x")) == most
 
 
 @pytest.mark.parametrize(("stage", "most"), [(0, 1), (1, 1), (2, 2)])
 def test_an_attribute_lives_until_it_is_deleted(stage: int, most: int) -> None:
-    """The sooner, the fewer there are at once; later stages run first, and so delete in time."""
+    """Fewer exist at once the sooner it is deleted; later stages run first, and delete in time."""
     assert copies(chain((0, stage, 2)), deleted("a", "b")) == most
 
 
 def test_what_is_set_anew_lives_twice() -> None:
-    """The old value until the task that replaces it has run, the new one from then on."""
+    """The old value lives until the task that replaces it has run, the new one from then on."""
     memory = TaskMemory((deleted("a", "b"), Block("b", KEPT, 4, "x")))
     found = bytes_in_flight(HappensBefore.of(resolve_plan(chain((0, 0, 2))), streams=False), memory)
     assert set(found.held) == {Held("x", "a", 1, 8), Held("x", "b", 3, 4)}
@@ -69,7 +69,7 @@ def test_what_is_set_anew_lives_twice() -> None:
 
 
 def test_a_thread_that_runs_ahead_fills_the_depth() -> None:
-    """Nothing keeps it from it but admission."""
+    """Only admission holds it back."""
     plan = chain((0, 1), ("io", "default"), depth=4)
     assert copies(plan, deleted("a", "b")) == 4
     assert copies(chain((0, 1), depth=4), deleted("a", "b")) == 1
@@ -79,7 +79,7 @@ def test_a_thread_that_runs_ahead_fills_the_depth() -> None:
 def test_under_a_plan_with_streams_everything_counts_as_often_as_the_device_is_behind(
     ahead: int | None,
 ) -> None:
-    """By ``depth`` iterations and ``run_ahead`` more; and what is dropped is held."""
+    """It counts ``depth`` iterations and ``run_ahead`` more; what is dropped is held, too."""
     one = replace(chain((0, 1, 2)), run_ahead=ahead)
     gone = deleted("a", "b")
     assert copies(one, gone, streams=True) == copies(one, gone) == 1
@@ -91,7 +91,7 @@ def test_under_a_plan_with_streams_everything_counts_as_often_as_the_device_is_b
 
 @pytest.mark.parametrize(("stage", "most"), [(0, 2), (1, 2), (2, 3)])
 def test_what_the_next_iteration_frees_lives_longer(stage: int, most: int) -> None:
-    """As gradients that are set to None by the next backward."""
+    """Gradients that the next backward sets to None are an example."""
     assert copies(chain((0, stage, 2)), Block("a", "b", 8, later=1)) == most
 
 
@@ -99,20 +99,20 @@ def test_what_the_next_iteration_frees_lives_longer(stage: int, most: int) -> No
 def test_what_a_plan_keeps_stays_whatever_it_was_measured_under(
     keep: list[str] | None, most: int
 ) -> None:
-    """Where another plan let it go after its last user, this one may hold it to the end."""
+    """Another plan freed it after its last user, but this one may hold it to the end."""
     plan = replace(chain((0, 0, 2)), keep=keep)
     assert copies(plan, Block("a", KEPT, 8, "x", users=("b",))) == most
 
 
 @pytest.mark.parametrize(("group", "most"), [(None, 3), ("loader", 4)])
 def test_the_batch_lives_from_its_pull(group: str | None, most: int) -> None:
-    """Also where a thread of its own pulls it."""
+    """This holds also if a separate thread pulls it."""
     plan = replace(chain((0, 0, 2)), pull_group=group)
     assert copies(plan, Block(PULL, KEPT, 8, "batch")) == most
 
 
 def test_of_each_thread_one_task_needs_something_at_a_time() -> None:
-    """The largest counts, once; one that frees before it makes needs nothing more."""
+    """The largest need counts, once; a task that frees before it allocates needs nothing more."""
     plan = chain((0, 0, 1), ("io", "io", "default"))
     memory = TaskMemory((Block("a", "b", 8),), {"a": 3, "b": 5, "c": -7})
     found = bytes_in_flight(HappensBefore.of(resolve_plan(plan), streams=False), memory)
@@ -125,7 +125,7 @@ def test_of_each_thread_one_task_needs_something_at_a_time() -> None:
 
 @pytest.mark.parametrize("depth", [4, 5])
 def test_no_interleaving_has_more_copies_and_some_has_as_many(depth: int) -> None:
-    """Against trying everything: the states in which one is set on i + n, and not gone on i."""
+    """An exhaustive search agrees: the states where a value is set on i + n, and not freed on i."""
     plan = replace(spread(), pipeline_depth=depth)
     found = Exhaustive(
         compile_plan(resolve_plan(plan), streams=False), 6, streams=False, most=10**6
@@ -145,7 +145,7 @@ BIG = TaskMemory(
 
 
 def problem(plan: PipelinePlan, budget_bytes: int, *, streams: bool = True) -> str:
-    """The text of the one problem."""
+    """Return the text of the single problem."""
     (found,) = memory_problems(
         HappensBefore.of(resolve_plan(plan), streams=streams), BIG, budget_bytes
     )
@@ -153,7 +153,7 @@ def problem(plan: PipelinePlan, budget_bytes: int, *, streams: bool = True) -> s
 
 
 def test_a_smaller_depth_that_fits_is_named() -> None:
-    """With the bound, the budget and the largest attributes."""
+    """The error has the bound, the budget and the largest attributes."""
     plan = chain((0, 0, 1), depth=4)
     plan = replace(plan, schedule={**plan.schedule, "c": TaskSchedule(1, "s")}, run_ahead=0)
     assert problem(plan, 110 * MIB) == (
@@ -168,7 +168,7 @@ def test_a_smaller_depth_that_fits_is_named() -> None:
 
 
 def test_a_smaller_run_ahead_that_fits_is_named() -> None:
-    """First, since it costs least; and the depth that fits without any."""
+    """It comes first, since it costs least; then comes the depth that fits without run-ahead."""
     plan = chain((0, 0, 1), depth=4)
     plan = replace(plan, schedule={**plan.schedule, "c": TaskSchedule(1, "s")}, run_ahead=3)
     text = problem(plan, 300 * MIB)
@@ -178,7 +178,7 @@ def test_a_smaller_run_ahead_that_fits_is_named() -> None:
 
 
 def test_a_budget_that_nothing_fits_is_told_so() -> None:
-    """With what one iteration holds."""
+    """The error says what one iteration holds."""
     assert "no smaller depth would fit; one iteration alone holds 51 MiB" in problem(
         chain((0, 0, 1)), 2 * MIB
     )
@@ -188,12 +188,12 @@ def test_a_budget_that_nothing_fits_is_told_so() -> None:
     ("size", "words"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3 GiB")]
 )
 def test_bytes_in_words(size: int, words: str) -> None:
-    """In the largest unit that fits."""
+    """They are printed in the largest unit that fits."""
     assert in_words(size) == words
 
 
 def test_each_worker_holds_a_copy() -> None:
-    """Of what begins and ends in their group there is one for each, however deep the plan is."""
+    """A value that begins and ends in a group has one copy per worker, at any depth."""
     plan = chain((0, 0, 1), ("io", "io", "default"))
     entry = replace(plan.schedule["a"], workers=3)
     several = replace(plan, schedule={**plan.schedule, "a": entry, "b": entry}, pipeline_depth=8)

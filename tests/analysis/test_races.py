@@ -1,4 +1,4 @@
-"""A plan is refused exactly if some interleaving breaks the serial order where it matters."""
+"""A plan is refused exactly if some interleaving breaks a serial order that matters."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ CHANGES_MODEL = Effects(reads=frozenset({MODEL}), writes=frozenset({MODEL}))
 
 
 def named(problems: list[Problem]) -> set[frozenset[str]]:
-    """The pairs of tasks that problems name."""
+    """Return the pairs of tasks that problems name."""
     return {frozenset(problem.tasks) for problem in problems}
 
 
 def order_problems(
     plan: PipelinePlan, effects: Mapping[str, Effects], *, streams: bool | None = None
 ) -> list[Problem]:
-    """What is wrong with the order that a plan keeps."""
+    """Return the problems with the order that a plan keeps."""
     return race_problems(effects, guarantees(resolve_plan(plan), streams))
 
 
@@ -73,9 +73,10 @@ def order_problems(
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
 def test_refused_is_exactly_what_some_interleaving_breaks(streams: bool, workers: int) -> None:
-    """No false alarm on many safe plans; all unsafe ones refused, for the pairs at fault.
+    """Many safe plans raise no false alarm; all unsafe ones are refused, for the pairs at fault.
 
-    Also where groups have several workers, which run a task on several iterations at once.
+    This holds also where groups have several workers, which run a task on several iterations at
+    once.
     """
     safe = unsafe = threaded = too_large = 0
     for seed in count():
@@ -103,7 +104,7 @@ def test_refused_is_exactly_what_some_interleaving_breaks(streams: bool, workers
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
 def test_the_loader_is_a_task_like_any_other(streams: bool) -> None:
-    """Refused is what some interleaving breaks, also for what the loader uses."""
+    """A plan is refused if some interleaving breaks it, also for what the loader uses."""
     refused = allowed = groups = 0
     for seed in seeds("plans", LOADER_PLANS):
         plan, workload = random_pair(seed, most_tasks=3)
@@ -125,7 +126,7 @@ def test_the_loader_is_a_task_like_any_other(streams: bool) -> None:
 @pytest.mark.examples
 @pytest.mark.slow
 def test_what_lies_further_apart_follows() -> None:
-    """In runs of four iterations nothing else goes wrong than in runs of two."""
+    """Runs of four iterations have no other errors than runs of two."""
     explored = 0
     for seed in seeds("plans", 16):
         plan, workload = random_pair(seed, most_tasks=3)
@@ -142,7 +143,7 @@ def test_what_lies_further_apart_follows() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", KINDS, ids=["streams", "cpu"])
 def test_a_plan_that_loses_an_edge_it_needs_is_refused_for_that_pair(streams: bool) -> None:
-    """Each edge of valid plans is taken out in turn."""
+    """Each edge of valid plans is removed, one at a time."""
     needed = spare = 0
     for seed in seeds("plans", MUTATED_PLANS):
         rng = random.Random(seed)
@@ -165,7 +166,7 @@ def test_a_plan_that_loses_an_edge_it_needs_is_refused_for_that_pair(streams: bo
 
 
 def shifted_pair(seed: int) -> tuple[PipelinePlan, dict[str, Effects]]:
-    """Tasks that use one state, few of them in order, and a plan that allows shifted reads."""
+    """Return tasks with one state, few of them in order, and a plan that allows shifted reads."""
     rng = random.Random(seed)
     names = ["a", "b", "c"][: rng.choice((2, 2, 3))]
     plan = PipelinePlan(
@@ -202,7 +203,7 @@ def shifted_pair(seed: int) -> tuple[PipelinePlan, dict[str, Effects]]:
 def test_a_shift_is_allowed_exactly_if_it_is_the_same_in_every_interleaving(
     streams: bool,
 ) -> None:
-    """By no more iterations than the plan says, whichever way the threads go."""
+    """The shift is at most the plan's, however the threads run."""
     accepted = refused = 0
     shifted = dict.fromkeys(("stale", "newer"), 0)
     for seed in seeds("plans", SHIFTED_PLANS):
@@ -228,7 +229,7 @@ def test_a_shift_is_allowed_exactly_if_it_is_the_same_in_every_interleaving(
 def two(
     first: TaskSchedule | None = None, then: TaskSchedule | None = None, **more: object
 ) -> PipelinePlan:
-    """Two tasks; on threads of their own unless told otherwise."""
+    """Return a plan of two tasks; by default on threads of their own."""
     schedule = {"a": first or TaskSchedule(thread_group="io"), "b": then or TaskSchedule()}
     return PipelinePlan(schedule=schedule, **more)  # type: ignore[arg-type]
 
@@ -236,7 +237,7 @@ def two(
 def says(
     plan: PipelinePlan, effects: Mapping[str, Effects], *, streams: bool | None = False
 ) -> list[str]:
-    """The texts of the problems."""
+    """Return the texts of the problems."""
     return [problem.text for problem in order_problems(plan, effects, streams=streams)]
 
 
@@ -244,7 +245,7 @@ SET_AND_READ = {"a": Effects(writes=frozenset({X})), "b": Effects(reads=frozense
 
 
 def test_an_attribute_that_may_be_read_too_soon() -> None:
-    """The pair, the iterations, the place, the hazard, and the line to paste."""
+    """The error has the pair, the iterations, the location, the hazard, and the line to paste."""
     (text,) = says(two(), SET_AND_READ)
     assert text == (
         "'b' on iteration i must come after 'a' on iteration i, but may come before it, and both "
@@ -254,7 +255,7 @@ def test_an_attribute_that_may_be_read_too_soon() -> None:
 
 
 def test_a_state_that_may_be_read_too_soon() -> None:
-    """By the iteration after; the mend is an edge across iterations."""
+    """The next iteration may read it; the fix is an edge across iterations."""
     effects = {"a": READS_MODEL, "b": CHANGES_MODEL}
     plan = two(deps=[("b", "a")], pipeline_depth=2)
     (text,) = says(plan, effects)
@@ -270,12 +271,12 @@ CHANGED_THEN_READ = {"a": CHANGES_MODEL, "b": READS_MODEL}
 
 
 def apart(stage: int, **shift: object) -> PipelinePlan:
-    """Two tasks in this order in a period, the second one in a later stage."""
+    """Return a plan of two tasks in this order in a period, the second in a later stage."""
     return two(TaskSchedule(), TaskSchedule(stage), order=["a", "b"], **shift)
 
 
 def test_a_read_that_always_comes_too_soon_may_be_meant() -> None:
-    """By its stages a read is always late, and the message says how to allow it."""
+    """By its stages the read is always late, and the message says how to allow it."""
     (text,) = says(apart(2), READ_THEN_CHANGED, streams=None)
     assert text == (
         "'a' on iteration i must come after 'b' on iteration i - 1, but always comes before it, "
@@ -289,7 +290,7 @@ def test_a_read_that_always_comes_too_soon_may_be_meant() -> None:
 
 
 def test_staleness_must_not_be_a_matter_of_luck() -> None:
-    """One thread may run ahead of the other: what it reads depends on by how much."""
+    """One thread may run ahead of the other: its reads depend on how far."""
     plan = two(TaskSchedule(thread_group="io"), TaskSchedule(stage=1), stale={"model": 1})
     effects = READ_THEN_CHANGED
     (text,) = says(replace(plan, deps=[("b", "a")]), effects)
@@ -304,7 +305,7 @@ def test_staleness_must_not_be_a_matter_of_luck() -> None:
 
 
 def test_a_read_of_what_the_next_iteration_wrote_may_be_meant() -> None:
-    """The mirror of a stale read; the message says how to allow it."""
+    """It is the mirror of a stale read; the message says how to allow it."""
     (text,) = says(apart(1), CHANGED_THEN_READ, streams=None)
     assert text.endswith(
         '(write after read): to add cross_iter_deps=[("a", "b", 1)] would make a cycle '
@@ -319,7 +320,7 @@ def test_a_read_of_what_the_next_iteration_wrote_may_be_meant() -> None:
 
 
 def test_whether_a_read_is_newer_must_not_be_a_matter_of_luck() -> None:
-    """The thread that writes ahead may or may not have come so far."""
+    """The thread that writes ahead may or may not have reached the write."""
     schedule = {"a": TaskSchedule(thread_group="io"), "b": TaskSchedule(stage=1)}
     plan = PipelinePlan(schedule, deps=[("b", "a")], newer={"model": 1})
     effects = {"a": CHANGES_MODEL, "b": READS_MODEL}
@@ -335,7 +336,7 @@ def test_whether_a_read_is_newer_must_not_be_a_matter_of_luck() -> None:
 
 
 def test_a_task_that_writes_a_state_never_finds_it_newer() -> None:
-    """What it writes would come from the value of a later iteration."""
+    """Its new value would come from the value of a later iteration."""
     plan = PipelinePlan(
         {"a": TaskSchedule(stage=0), "b": TaskSchedule(stage=1)},
         order=["a", "b"],
@@ -346,7 +347,7 @@ def test_a_task_that_writes_a_state_never_finds_it_newer() -> None:
 
 
 def test_a_task_that_writes_a_state_is_never_stale() -> None:
-    """It would compute its new value from an old one: only tasks that read alone may be behind."""
+    """It would compute its new value from an old one: only tasks that only read may be stale."""
     plan = PipelinePlan({"a": TaskSchedule(stage=0), "b": TaskSchedule(stage=2)}, order=["a", "b"])
     stale = replace(plan, stale={"model": 2})
     assert not says(stale, {"a": READS_MODEL, "b": CHANGES_MODEL}, streams=None)
@@ -354,13 +355,13 @@ def test_a_task_that_writes_a_state_is_never_stale() -> None:
 
 
 def test_an_attribute_is_never_stale() -> None:
-    """Though a state of the same name may be."""
+    """A state of the same name may be stale."""
     turned = two(TaskSchedule(), TaskSchedule(), order=["b", "a"], stale={"x": 2})
     assert says(turned, SET_AND_READ)
 
 
 def test_an_edge_that_would_close_a_cycle_is_not_advised() -> None:
-    """What stands in its way is named instead."""
+    """The message names the obstacle instead."""
     plan = two(TaskSchedule(), TaskSchedule(), order=["b", "a"])
     (text,) = says(plan, SET_AND_READ)
     assert text.endswith(
@@ -380,7 +381,7 @@ def test_a_plan_that_only_streams_keep_right_is_refused_for_the_cpu() -> None:
 
 
 def test_a_plan_that_only_a_thread_keeps_right_is_refused_for_streams() -> None:
-    """Two streams that nothing joins."""
+    """The plan has two streams that nothing joins."""
     plan = two(TaskSchedule(stream="s"), TaskSchedule(), order="ab")
     assert not says(plan, SET_AND_READ, streams=False)
     (text,) = says(plan, SET_AND_READ, streams=None)
@@ -397,7 +398,7 @@ def test_many_places_make_one_problem() -> None:
 
 @pytest.mark.examples
 def test_every_mend_mends() -> None:
-    """To add the edges that the messages of random plans advise leaves nothing to complain of."""
+    """With the edges that the messages of random plans advise, no error remains."""
     mended = 0
     for seed in seeds("plans", 60):
         plan, workload = random_pair(seed)
@@ -424,7 +425,7 @@ def test_every_mend_mends() -> None:
 
 @pytest.mark.parametrize("what", ["stale", "newer"])
 def test_a_state_that_nobody_touches_cannot_be_shifted(what: str) -> None:
-    """A slip of the pen would otherwise allow nothing, silently."""
+    """A misspelt name would otherwise allow nothing, silently."""
     plan = two(**{what: {"modle": 1}})
     (problem,) = stale_problems(plan, {"a": READS_MODEL, "b": Effects()})
     rule = "which no task touches (touched are: model)"
@@ -432,14 +433,14 @@ def test_a_state_that_nobody_touches_cannot_be_shifted(what: str) -> None:
 
 
 def test_serial_order_is_that_of_the_pipeline() -> None:
-    """As given, but for the dependences within an iteration."""
+    """It is the given order, except for the dependences within an iteration."""
     plan = two(deps=[("a", "b")])
     assert resolve_plan(plan).serial_order == ("b", "a")
     assert resolve_plan(two(), "ba").serial_order == ("b", "a")
 
 
 def declaring(name: str, mode: Mode) -> PipelineTask:
-    """A task that declares what it does with the model."""
+    """Return a task that declares its use of the model."""
     return PipelineTask(name, lambda ctx: None, io=[DeclaredIO(state="model", mode=mode)])
 
 
@@ -452,7 +453,7 @@ TASKS = [
 
 
 def test_a_pipeline_refuses_states_out_of_order() -> None:
-    """With the pair, the mend, and the grid; before the first batch."""
+    """The error has the pair, the fix and the grid, and comes before the first batch."""
     plan = replace(piped(), cross_iter_deps=[])
     plan = replace(
         plan, schedule={**plan.schedule, "forward": TaskSchedule(stage=2, thread_group="gpu")}
@@ -466,7 +467,7 @@ def test_a_pipeline_refuses_states_out_of_order() -> None:
 
 
 def test_a_pipeline_asks_for_the_device_that_it_has() -> None:
-    """The same plan may do on one device, and not on the other."""
+    """The same plan may be right on one device, and wrong on the other."""
     plan = replace(piped(), cross_iter_deps=[])
     plan = replace(
         plan, schedule={**plan.schedule, "forward": TaskSchedule(stage=2, stream="side")}
@@ -478,7 +479,7 @@ def test_a_pipeline_asks_for_the_device_that_it_has() -> None:
 
 
 def test_an_order_of_functions_is_none_of_their_device_work() -> None:
-    """Two tasks share a counter on the host, and memory of the device, in whichever order."""
+    """Two tasks share a counter on the host, and memory of the device, in either order."""
     counter, memory = Location("counter", True, on_host=True), Location("memory", True)
     plan = PipelinePlan(
         {"a": TaskSchedule(stream="one"), "b": TaskSchedule(stream="two")},

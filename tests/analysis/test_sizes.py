@@ -1,4 +1,4 @@
-"""Large plans: what is refused, how long messages are, and how much work a check does."""
+"""Large plans: what is refused, the length of messages, and the work of a check."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODEL = CostModel({})
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> list[int]:
-    """Counts the calls of a function from here on."""
+    """Count the calls of a function from here on."""
     calls = [0]
     function = getattr(where, name)
 
@@ -45,7 +45,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> list[int]
 
 
 def two_groups(stages: int) -> PipelinePlan:
-    """A chain of as many tasks as stages; the first half on a thread group of its own."""
+    """Return a chain with a stage per task, whose first half has a thread group of its own."""
     names = NAMES[:stages]
     return PipelinePlan(
         {
@@ -74,7 +74,7 @@ def two_groups(stages: int) -> PipelinePlan:
 def test_a_number_that_asks_for_endless_work_is_refused(
     given: Callable[[int], dict[str, Any]], rule: str, number: int
 ) -> None:
-    """With the number and the largest that will do. A distance of 10**9 once never ended."""
+    """The error has the number and the limit. A distance of 10**9 once never ended."""
     fields = {"schedule": {"a": TaskSchedule(stream="s"), "b": TaskSchedule()}, **given(number)}
     with pytest.raises(PlanError) as caught:
         validate(PipelinePlan(**fields))
@@ -84,7 +84,7 @@ def test_a_number_that_asks_for_endless_work_is_refused(
 
 
 def test_the_largest_numbers_are_accepted() -> None:
-    """Each at its bound; the program is compiled."""
+    """Each number is at its limit; the program is compiled."""
     plan = PipelinePlan(
         {"a": TaskSchedule(MOST_ITERATIONS - 1, "s", "io"), "b": TaskSchedule()},
         cross_iter_deps=[("a", "b", MOST_ITERATIONS)],
@@ -95,14 +95,14 @@ def test_the_largest_numbers_are_accepted() -> None:
 
 
 def test_a_plan_has_a_largest_number_of_tasks() -> None:
-    """Beyond it is a mistake, told in one line."""
+    """A plan with more tasks is an error of one line."""
     plan = PipelinePlan({f"t{k}": TaskSchedule() for k in range(MOST_TASKS + 1)})
     with pytest.raises(PlanError, match="10001 tasks, but a plan has at most 10000"):
         validate(plan)
 
 
 def test_many_tasks_in_many_stages_are_refused() -> None:
-    """Each number alone is within its bound; compiling both takes minutes."""
+    """Each number alone is within its limit; compiling both would take minutes."""
     names = [f"t{k}" for k in range(300)]
     stages = {name: TaskSchedule(k % 300) for k, name in enumerate(names)}
     validate(PipelinePlan(stages))
@@ -158,14 +158,14 @@ def test_a_message_about_a_large_plan_is_short(wrong: str) -> None:
 
 
 def test_a_long_cycle_is_told_by_its_first_tasks() -> None:
-    """And the last, which is the first again."""
+    """The last name is shown, too, which is the first again."""
     told = str(CycleError([*NAMES, NAMES[0]]))
     assert told.startswith("'t0' after 't1' after ")
     assert told.endswith(" after 't10' after 1989 more after 't0'")
 
 
 def test_the_grid_of_a_large_plan_has_the_tasks_at_fault() -> None:
-    """Of a small one it has all tasks."""
+    """For a small plan it has all tasks."""
     with pytest.raises(PlanError) as caught:
         validate(PipelinePlan(ALIKE, deps=[("t7", "x")]))
     assert [line.split()[0] for line in caught.value.grid.splitlines()[1:]] == ["t7"]
@@ -177,7 +177,7 @@ def test_the_grid_of_a_large_plan_has_the_tasks_at_fault() -> None:
 def test_conflicts_are_looked_for_among_the_writers_of_a_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Readers do not conflict with each other: the work grows with them, not with their square."""
+    """Readers do not conflict with each other: the work grows linearly with their number."""
     calls = counted(monkeypatch, effects, "Conflict")
     read = Effects(reads=frozenset({STATE}))
     found = effects.conflicts(
@@ -187,7 +187,7 @@ def test_conflicts_are_looked_for_among_the_writers_of_a_state(
 
 
 def test_copies_of_an_attribute_take_few_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How far apart its two ends are is searched for by halves."""
+    """The distance between its two ends is found by bisection."""
     calls = counted(monkeypatch, memory.HappensBefore, "host")
     plan = two_groups(100)
     held = TaskMemory((Block("t0", "t99", 5, "x"),))
@@ -197,7 +197,7 @@ def test_copies_of_an_attribute_take_few_looks(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_of_many_races_the_first_are_explained() -> None:
-    """Each mend costs the work of a plan; all pairs are named."""
+    """Each fix costs as much as a plan; all pairs are named."""
     names = NAMES[:40]
     plan = PipelinePlan({n: TaskSchedule(thread_group=n) for n in names})
     with pytest.raises(PlanError) as caught:
@@ -205,13 +205,13 @@ def test_of_many_races_the_first_are_explained() -> None:
     problems = caught.value.problems
     assert len({problem.tasks for problem in problems}) > 2 * MOST_EXPLAINED
     assert "add deps" in problems[0].text
-    assert "see those above" in problems[-1].text
+    assert "mend the others first" in problems[-1].text
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_largest_plan_is_shown() -> None:
-    """As ``swpipe plan show`` does."""
+    """``swpipe plan show`` shows it."""
     stages = MOST_WORK // MOST_TASKS - 1
     names = [f"t{k}" for k in range(MOST_TASKS)]
     plan = PipelinePlan(

@@ -1,4 +1,4 @@
-"""What cannot run is refused before the first batch: everything at once, with the grid."""
+"""Plans that cannot run are refused before the first batch: all problems at once, with the grid."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SECOND = torch.Stream(stream_id=0, device_index=1, device_type=1)
 
 
 def one(**fields: Any) -> dict[str, TaskSchedule]:
-    """A schedule of task "a" alone."""
+    """Return a schedule of task "a" alone."""
     return {"a": TaskSchedule(**fields)}
 
 
 class Refused(NamedTuple):
-    """A plan by its fields, for the tasks of its schedule, and words that the refusal has."""
+    """A case: the fields of a plan, its tasks, and words of the refusal."""
 
     says: tuple[str, ...]
     plan: dict[str, Any]
@@ -133,7 +133,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_run_is_refused(name: str) -> None:
-    """With all that is wrong."""
+    """The error lists all that is wrong."""
     refused = REFUSED[name]
     plan = PipelinePlan(**refused.plan)
     with pytest.raises(PlanError) as caught:
@@ -142,7 +142,7 @@ def test_what_cannot_run_is_refused(name: str) -> None:
 
 
 def test_what_can_run_passes() -> None:
-    """The example; a lag of 0 across iterations; a stream where its device fits or is not known."""
+    """These are the example; a lag of 0 across iterations; and a stream on a device that fits."""
     validate(piped(), tasks())
     schedule = {"a": TaskSchedule(), "b": TaskSchedule(stage=1)}
     validate(PipelinePlan(schedule, cross_iter_deps=[("a", "b", 1)]), [task("a"), task("b")])
@@ -151,7 +151,7 @@ def test_what_can_run_passes() -> None:
 
 
 def test_tasks_and_schedule_must_name_the_same() -> None:
-    """Doubles, tasks without a schedule, schedules without a task, and what is no task."""
+    """Duplicates, tasks or schedules without the other, and other objects are errors."""
     with pytest.raises(PlanError) as caught:
         validate(PipelinePlan(A_B), [task(name) for name in "aac"])
     for said in (

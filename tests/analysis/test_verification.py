@@ -1,4 +1,4 @@
-"""Plans that are verified: those that ship, one edge less at a time, and what else can be wrong."""
+"""Plans that pass verification: the shipped ones, variants with an edge less, and faults."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ STATES = {"model", "optimizer", "gradients", "histogram", "guard", "tables", "ca
 
 
 def touching(reads: str = "", writes: str = "") -> Effects:
-    """Effects from names between spaces; ``STATES`` outlive an iteration."""
+    """Return effects from names between spaces; those in ``STATES`` outlive an iteration."""
     return Effects(frozenset(places(reads.split())), frozenset(places(writes.split())))
 
 
 def places(names: Iterable[str]) -> Iterable[Location]:
-    """What these names stand for."""
+    """Return the locations of these names."""
     return (Location(name, name in STATES) for name in names)
 
 
@@ -52,7 +52,7 @@ CLICKS = {
     "step": touching("gradients optimizer model", "optimizer model"),
     "auc": touching("logits inputs histogram", "histogram"),
 }
-"""What the tasks of a click model touch."""
+"""What the tasks of a click model access."""
 
 FEED = ("read", "decode", "hash", "copy")
 CLICK_PLANS = {
@@ -66,7 +66,7 @@ CLICK_PLANS = {
         streams={"copy": "memcpy"},
     ),
 }
-"""One task after the other; and the next batches are read and copied ahead."""
+"""A plan that runs one task after the other, and one that reads and copies batches ahead."""
 
 CHAIN = {
     "h2d": touching("batch", "here"),
@@ -75,7 +75,7 @@ CHAIN = {
     "backward": touching("loss model gradients", "gradients"),
     "step": touching("gradients model", "gradients model"),
 }
-"""What the tasks of the design's example touch."""
+"""What the tasks of the design's example access."""
 
 SPLIT = {
     sparse_dist.COPY: touching("batch", "batch"),
@@ -94,11 +94,11 @@ SPLIT = {
         "gradients dense optimizer tables", "gradients dense optimizer tables"
     ),
 }
-"""What the recommender's tasks touch with the split forward: the most of all that they may."""
+"""What the recommender's tasks access with the split forward: the most of all that they may."""
 
 
 def on_paper(plan: PipelinePlan) -> dict[str, Effects]:
-    """Effects that ask for just the dependences of a plan: what each consumer reads, of each."""
+    """Return effects that require exactly the dependences of a plan."""
     table = dict.fromkeys(plan.schedule, Effects())
     for consumer, producer, distance in (
         *((*pair, 0) for pair in plan.deps),
@@ -116,7 +116,7 @@ SHIPPED: dict[str, tuple[PipelinePlan, dict[str, Effects]]] = {
     "recsys14": (recsys14.plan(), on_paper(recsys14.plan())),
     "design": (piped(), CHAIN),
 }
-"""Plans, and what their tasks touch, in serial order."""
+"""Plans, and what their tasks access, in serial order."""
 
 NEEDED = {
     "clicks serial": 0,
@@ -128,11 +128,11 @@ NEEDED = {
     "recsys14": 5,
     "design": 2,
 }
-"""Plans without staleness, and how many of their edges they cannot be without."""
+"""Plans without staleness, and how many of their edges are necessary."""
 
 
 def named(error: PlanError) -> set[frozenset[str]]:
-    """The pairs that a refusal names."""
+    """Return the pairs that a refusal names."""
     return {frozenset(problem.tasks) for problem in error.problems}
 
 
@@ -140,14 +140,14 @@ def named(error: PlanError) -> set[frozenset[str]]:
 def test_a_shipped_plan_is_right_on_both_kinds_of_device(
     plan: PipelinePlan, effects: dict[str, Effects]
 ) -> None:
-    """And there was something to check."""
+    """The test also checks that there was something to verify."""
     assert verify_tasks(plan, effects=effects).orders > 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDED)
 def test_a_shipped_plan_that_loses_an_edge_it_needs_is_refused_for_that_pair(name: str) -> None:
-    """Each edge is taken out in turn; those that others imply are not missed."""
+    """Each edge is removed, one at a time; edges that others imply are not needed."""
     plan, effects = SHIPPED[name]
     missed = 0
     for key, entry in edges_of(plan):
@@ -169,7 +169,7 @@ def test_a_shipped_plan_that_loses_an_edge_it_needs_is_refused_for_that_pair(nam
 
 
 def test_serial_is_right_whatever_the_tasks_touch() -> None:
-    """Everything on one thread and stream."""
+    """Everything runs on one thread and stream."""
     plan = PipelinePlan.serial([PipelineTask(name, print) for name in CLICKS])
     assert (
         verify_tasks(plan, effects=CLICKS).orders
@@ -178,13 +178,13 @@ def test_serial_is_right_whatever_the_tasks_touch() -> None:
 
 
 def unconnected(**more: object) -> PipelinePlan:
-    """Two tasks on threads of their own."""
+    """Return a plan of two tasks on threads of their own."""
     schedule = {"a": TaskSchedule(thread_group="io"), "b": TaskSchedule()}
     return PipelinePlan(schedule=schedule, **more)  # type: ignore[arg-type]
 
 
 def test_declared_states_are_checked_without_effects() -> None:
-    """What the tasks say of themselves is enough for what they say."""
+    """The declarations of the tasks suffice for the declared states."""
     tasks = [PipelineTask(name, print, io=[DeclaredIO(state="log")]) for name in "ab"]
     with pytest.raises(PlanError, match="'b' on iteration i must come after 'a' on iteration i"):
         verify_tasks(unconnected(), tasks)
@@ -194,7 +194,7 @@ def test_declared_states_are_checked_without_effects() -> None:
 
 
 def test_declared_and_recorded_effects_are_joined() -> None:
-    """One task was seen to write what another one declares to read."""
+    """A recording shows that one task writes a state that another one declares to read."""
     tasks = [PipelineTask("a", print), PipelineTask("b", print, io=[DeclaredIO(state="model")])]
     effects = {"a": touching("", "model"), "b": touching()}
     assert verify_tasks(unconnected(), tasks, {"a": touching(), "b": touching()}).orders == 1
@@ -203,7 +203,7 @@ def test_declared_and_recorded_effects_are_joined() -> None:
 
 
 def test_a_state_on_the_host_is_the_one_that_a_recording_saw() -> None:
-    """What one task declares and another was seen to touch is one state, which a device may use."""
+    """A declared state and a recorded one are one state, which a device may use."""
     reader = PipelineTask("a", print, io=[DeclaredIO(state="model", mode="r", on_host=True)])
     tasks = [reader, PipelineTask("b", print, pure=True)]
     effects = {"a": touching(), "b": touching("", "model")}
@@ -227,7 +227,7 @@ def test_a_state_on_the_host_is_the_one_that_a_recording_saw() -> None:
 
 
 def test_a_table_of_effects_alone_joins_what_is_not_known_with_each_state_in_it() -> None:
-    """A task, a loader, or the body, whatever the other entries name; only what is known is not."""
+    """This holds for an unknown task, loader or body, no matter what the other entries name."""
     plan = PipelinePlan(
         {"a": TaskSchedule(thread_group="io"), "b": TaskSchedule(1)}, deps=[("b", "a")]
     )
@@ -242,7 +242,7 @@ def test_a_table_of_effects_alone_joins_what_is_not_known_with_each_state_in_it(
 
 
 def test_declared_states_keep_their_order_of_a_serial_run_beside_recorded_effects() -> None:
-    """Effects in another order say what was serial then; the pipeline's serial run is its own."""
+    """Recorded effects have another order; the pipeline's serial run has its own."""
     plan = PipelinePlan(dict.fromkeys("ab", TaskSchedule()), order="ab")
     state = DeclaredIO(state="log", others="")
     tasks = [PipelineTask(name, print, io=[state]) for name in "ba"]
@@ -255,7 +255,7 @@ def test_declared_states_keep_their_order_of_a_serial_run_beside_recorded_effect
 
 
 def test_tasks_and_their_effects_are_refused_where_effects_alone_are() -> None:
-    """A task names a log and is seen to change weights: the body, unknown, may read these."""
+    """A task declares a log and was seen to change weights, which the unknown body may read."""
     weights = frozenset([Location("weights", True)])
     effects = {PULL: Effects(), "a": Effects(weights, weights), "b": Effects()}
     log = DeclaredIO(state="log", others="")
@@ -270,7 +270,7 @@ def test_tasks_and_their_effects_are_refused_where_effects_alone_are() -> None:
 
 
 def test_tasks_that_touch_nothing_leave_nothing_to_check() -> None:
-    """And the result says so."""
+    """The result says so."""
     tasks = [PipelineTask(name, print, pure=True) for name in "ab"]
     assert verify_tasks(unconnected(), tasks).orders == 0
 
@@ -286,7 +286,7 @@ def test_tasks_that_touch_nothing_leave_nothing_to_check() -> None:
 def test_a_task_of_which_nothing_is_declared_stays_with_the_body(
     entry: TaskSchedule, where: str
 ) -> None:
-    """In the last stage, on the caller's thread and stream, in serial order with all its like."""
+    """It runs in the last stage, on the caller's thread and stream, in serial order."""
     plan = PipelinePlan({"a": entry, "b": TaskSchedule(1)}, deps=[("b", "a")])
     with pytest.raises(PlanError, match=f"the effects of task 'a' are not declared.*{where}"):
         verify(plan, [PipelineTask(name, print) for name in "ab"], pull_ahead=True)
@@ -294,24 +294,24 @@ def test_a_task_of_which_nothing_is_declared_stays_with_the_body(
     together = replace(plan, schedule={"a": TaskSchedule(1), "b": TaskSchedule(1)})
     found = verify(together, [PipelineTask(n, print) for n in "ab"], pull_ahead=True)
     assert found.undeclared == ("a", "b")
-    # A plan that is written by hand is its author's word.
+    # A hand-written plan is its author's claim.
     SWPipeline(plan, [PipelineTask(name, print) for name in "ab"], device="cpu").close()
 
 
 AHEAD = PipelinePlan(
     {"a": TaskSchedule(), "b": TaskSchedule(1)}, deps=[("b", "a")], cross_iter_deps=[("a", "b")]
 )
-"""Its first task may run before the body of the iteration before."""
+"""A plan whose first task may run before the body of the previous iteration."""
 
 
 def named_by(name: str, mode: Any = "rw", **more: Any) -> PipelineTask:
-    """A task that names the state "scale"."""
+    """Return a task that declares the state "scale"."""
     return PipelineTask(name, print, io=[DeclaredIO(state="scale", mode=mode, **more)])
 
 
 @pytest.mark.parametrize("mode", ["r", "w", "rw"])
 def test_a_state_may_be_touched_by_whoever_says_nothing(mode: Any) -> None:
-    """The body, and a task: its one user must stay beside them."""
+    """The body or a task may use it: its one user must keep its order with them."""
     alone = [named_by("a", mode), PipelineTask("b", print, pure=True)]
     with pytest.raises(PlanError, match="'a' touches state 'scale', which the loop's body may"):
         verify(AHEAD, alone, pull_ahead=True)
@@ -332,7 +332,7 @@ def test_a_state_may_be_touched_by_whoever_says_nothing(mode: Any) -> None:
 
 
 def test_how_others_touch_a_state_is_said_once_of_it() -> None:
-    """Whoever else names it."""
+    """This holds no matter what else names the state."""
     plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule()})
     ahead = replace(plan, pipeline_depth=3, pull_group="io")
     verify(ahead, [named_by("a", others=""), named_by("b")], pull_ahead=True)
@@ -343,7 +343,7 @@ def test_how_others_touch_a_state_is_said_once_of_it() -> None:
 
 
 def test_a_loader_of_which_nothing_is_said_is_pulled_in_turn() -> None:
-    """Also without a word on it; a list, or the word, lets it be ahead."""
+    """This holds also without any declaration; a list, or a declaration, lets it be ahead."""
     tasks = [PipelineTask("a", print, pure=True), PipelineTask("b", print)]
     plan = replace(AHEAD, cross_iter_deps=[])
     for unknown in (None, (n for n in range(3)), [1].__iter__()):
@@ -357,7 +357,7 @@ def test_a_loader_of_which_nothing_is_said_is_pulled_in_turn() -> None:
 
 
 def test_a_pipeline_refuses_a_body_beside_which_a_state_is_touched() -> None:
-    """``run`` has none, and takes the plan."""
+    """``run`` has no body, and accepts the plan."""
     tasks = [named_by("a"), PipelineTask("b", lambda ctx: None, pure=True)]
     tasks[0] = replace(tasks[0], fn=tasks[1].fn)
     with SWPipeline(AHEAD, tasks, device="cpu") as pipe:
@@ -379,7 +379,7 @@ def test_a_pipeline_refuses_a_body_beside_which_a_state_is_touched() -> None:
 
 
 def test_a_random_task_does_not_run_beside_whoever_may_draw() -> None:
-    """Its seed is that of all threads; it may come sooner or later, for it has its own."""
+    """Its seed holds for all threads; it may run earlier or later, since it has its own seed."""
     noise = PipelineTask("a", print, random=True, pure=True)
     tasks, plan = [noise, PipelineTask("b", print)], replace(AHEAD, cross_iter_deps=[])
     verify(plan, tasks, pull_ahead=True)
@@ -394,7 +394,7 @@ def test_a_random_task_does_not_run_beside_whoever_may_draw() -> None:
 
 
 def test_a_task_that_says_nothing_stays_on_the_thread_of_its_like() -> None:
-    """Some state is a thread's own; in serial order it is, too, in one iteration at a time."""
+    """Some states belong to a thread; serial order within an iteration keeps them right."""
     plan = PipelinePlan(
         {"a": TaskSchedule(thread_group="io"), "b": TaskSchedule()}, deps=[("b", "a")]
     )
@@ -409,7 +409,7 @@ def test_a_task_that_says_nothing_stays_on_the_thread_of_its_like() -> None:
 
 
 def test_tasks_of_which_nothing_is_declared_keep_their_order() -> None:
-    """Also where they touch no attribute in common."""
+    """This holds also if they use no common attribute."""
     tasks = [PipelineTask(name, print) for name in "ab"]
     plan = PipelinePlan({name: TaskSchedule() for name in "ab"}, order=["b", "a"])
     with pytest.raises(PlanError, match=r"state 'undeclared'.*add deps=\[\(\"b\", \"a\"\)\]"):
@@ -418,7 +418,7 @@ def test_tasks_of_which_nothing_is_declared_keep_their_order() -> None:
 
 
 def test_a_loader_of_which_nothing_is_declared_is_not_pulled_ahead_of_the_body() -> None:
-    """Whoever else declares: the body may change what the loader reads."""
+    """It does not matter what else is declared: the body may change what the loader reads."""
     plan = PipelinePlan({"a": TaskSchedule(), "b": TaskSchedule(1)}, deps=[("b", "a")])
     effects = {PULL: undeclared_effects(), "a": Effects(), "b": undeclared_effects()}
     with pytest.raises(PlanError, match=r"effects of the loader.*pipeline_depth=1"):
@@ -431,7 +431,7 @@ def test_a_loader_of_which_nothing_is_declared_is_not_pulled_ahead_of_the_body()
 
 
 def test_the_order_of_recorded_effects_must_be_kept() -> None:
-    """A dependence the other way round is no excuse; without a recording it says what is serial."""
+    """An opposite dependence is an error; without a recording it defines the serial order."""
     effects = {"a": touching("", "x"), "b": touching("x")}
     turned = unconnected(deps=[("a", "b")])
     with pytest.raises(PlanError, match="would make a cycle"):
@@ -442,7 +442,7 @@ def test_the_order_of_recorded_effects_must_be_kept() -> None:
 
 
 def test_everything_wrong_is_listed_at_once() -> None:
-    """Orders, staleness and memory, with the grid."""
+    """The error lists orders, staleness and memory, with the grid."""
     plan = unconnected(stale={"modle": 1}, pipeline_depth=2)
     effects = {"a": touching("model", "x"), "b": touching("x model", "model")}
     held = TaskMemory((Block("a", KEPT, 2**20, "x"),))
@@ -456,7 +456,7 @@ def test_everything_wrong_is_listed_at_once() -> None:
 
 
 def test_memory_that_fits_is_told() -> None:
-    """The bound, which is larger where the plan uses streams of a device."""
+    """The result has the bound, which is larger if the plan uses streams of a device."""
     plan, effects = unconnected(deps=[("b", "a")], pipeline_depth=3), {
         "a": touching("", "x"),
         "b": touching("x", "x"),
@@ -486,13 +486,13 @@ def test_memory_that_fits_is_told() -> None:
     ],
 )
 def test_effects_of_other_tasks_are_refused(effects: dict[str, Effects], says: str) -> None:
-    """Each name that is too many or missing."""
+    """Each missing or unknown name is listed."""
     with pytest.raises(PlanError, match=says):
         verify_tasks(unconnected(), effects=effects)
 
 
 def test_a_plan_that_cannot_run_is_refused_first() -> None:
-    """With what is wrong with it, tasks or no tasks."""
+    """The error says what is wrong with it, with or without tasks."""
     with pytest.raises(PlanError, match="future read"):
         verify_tasks(
             PipelinePlan({"a": TaskSchedule(stage=1), "b": TaskSchedule()}, deps=[("b", "a")]),
@@ -503,14 +503,14 @@ def test_a_plan_that_cannot_run_is_refused_first() -> None:
 
 
 def test_memory_of_other_tasks_is_refused() -> None:
-    """By name."""
+    """The error names the tasks."""
     held = TaskMemory((Block("z", KEPT, 1, "x"),))
     with pytest.raises(PlanError, match="memory is given for tasks z: measure those of this plan"):
         verify_tasks(unconnected(), effects=dict.fromkeys("ab", touching()), memory=held)
 
 
 def test_a_call_without_anything_to_check_is_a_mistake() -> None:
-    """Neither tasks nor effects, and a budget for nothing."""
+    """It has neither tasks nor effects, or a budget without memory."""
     with pytest.raises(TypeError, match="needs the tasks, or a table of their effects"):
         verify_tasks(unconnected())
     with pytest.raises(TypeError, match=r"a budget needs .*memory=measure_memory"):
@@ -519,7 +519,7 @@ def test_a_call_without_anything_to_check_is_a_mistake() -> None:
 
 @pytest.mark.parametrize("group", [None, "loader"])
 def test_a_loader_that_uses_what_a_task_changes_is_not_pulled_ahead(group: str | None) -> None:
-    """Whichever thread pulls: a serial loop pulls a batch after the step before it."""
+    """This holds for any thread that pulls: a serial loop pulls a batch after the previous step."""
     plan = replace(piped(), pull_group=group, pipeline_depth=None)
     effects = {PULL: touching("model", "batch"), **CHAIN}
     said = (
@@ -537,7 +537,7 @@ def test_a_loader_that_uses_what_a_task_changes_is_not_pulled_ahead(group: str |
 def test_what_is_declared_proves_nothing_of_a_silent_task_away_from_the_body(
     fields: dict[str, Any],
 ) -> None:
-    """Beside the body, in the last stage on the caller's thread and stream, it need not be."""
+    """In the last stage, on the caller's thread and stream, the task needs no proof."""
     entry = TaskSchedule(**{"stage": 1, **fields})
     plan = PipelinePlan({"a": TaskSchedule(), "b": entry}, deps=[("b", "a")], pipeline_depth=2)
     if fields == {"stage": 0}:
@@ -552,7 +552,7 @@ def test_what_is_declared_proves_nothing_of_a_silent_task_away_from_the_body(
 
 
 def functions_called(make: Callable[[], Any]) -> Counter[str]:
-    """The functions of swpipe that are called meanwhile; comprehensions have no frame in 3.12."""
+    """Return how often ``make`` calls each function of swpipe, except comprehensions."""
     package, found = str(Path(swpipe.__file__).parent), Counter[str]()
 
     def count(frame: FrameType, event: str, argument: object) -> None:
@@ -571,7 +571,7 @@ def functions_called(make: Callable[[], Any]) -> Counter[str]:
 
 @pytest.mark.parametrize("pure", [0, 1, 3])
 def test_a_plan_is_resolved_verified_and_compiled_once(pure: int) -> None:
-    """Whoever needs what follows from it is handed that: making a loop once took 1,196 calls."""
+    """All users get the results: making a loop once took 1,196 calls."""
     tasks = [PipelineTask(name, print, pure=n < pure) for n, name in enumerate("abc")]
     make = partial(swpipe.overlap, [1, 2, 3], tasks, device="cpu", pull_ahead=True)
     make().close()  # what is done once in a process

@@ -1,6 +1,6 @@
 """Controls of the simulated accelerator, ``swpipe.testing.simulated``.
 
-``load()`` registers it in this process, for ever: torch then sees an accelerator, so tests that
+``load()`` registers it in this process permanently: torch then sees an accelerator, so tests that
 need it run in a process of their own.
 """
 
@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 POOL = 32
-"""Streams that a device has to hand out, of either priority."""
+"""The number of streams that a device has for each priority."""
 
 
 class Work(NamedTuple):
-    """A kernel that was executed; the clock is ``time.perf_counter_ns``."""
+    """An executed kernel, with times of ``time.perf_counter_ns``."""
 
     device: int
     stream_id: int
@@ -45,12 +45,12 @@ class Work(NamedTuple):
 
 
 def lag(us: float, device: torch.device | str | int | None = None) -> None:
-    """Keep the current stream of ``device`` busy for ``us`` microseconds; returns at once."""
+    """Keep the current stream of ``device`` busy for ``us`` microseconds; return at once."""
     torch.ops.sim.lag_on(_index(device), int(us))
 
 
 class Gate:
-    """A stream that comes to the gate waits until it is opened. Leaving the block opens it."""
+    """A gate at which a stream waits until it is opened; leaving the block opens it."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -68,18 +68,18 @@ class Gate:
 def gate(device: torch.device | str | int | None = None, deadline_s: float = 30.0) -> Gate:
     """Put a gate on the current stream of ``device``.
 
-    If nobody opens it in time, the next wait of the host for the device raises.
+    If it is not opened in time, the next wait of the host for the device raises.
     """
     return Gate(torch.ops.sim.gate(_index(device), deadline_s))
 
 
 def open_gates() -> None:
-    """Open all gates: for the end of a test that may have failed before it did."""
+    """Open all gates, at the end of a test that may have failed before it opened them."""
     torch.ops.sim.open_gates()
 
 
 def log() -> list[Work]:
-    """What the streams have executed since ``clear_log()``, in the order in which it ended."""
+    """Return the work that streams have executed since ``clear_log()``, by its end."""
     numbers, names = torch.ops.sim.log()
     return [
         Work(device, stream, name, start, end)
@@ -88,12 +88,12 @@ def log() -> list[Work]:
 
 
 def clear_log() -> None:
-    """Forget what was executed so far."""
+    """Clear the log of executed work."""
     torch.ops.sim.clear_log()
 
 
 def priority(stream: torch.Stream) -> int:
-    """The priority of a stream: −1 where it was made with a negative one, else 0."""
+    """Return the priority of a stream: -1 if it was made with a negative one, else 0."""
     number: int = torch.ops.sim.priority(stream.stream_id)
     return number
 
@@ -109,16 +109,16 @@ def misbehaving(
     poison: bool = False,
     link_us_per_mib: float = 0.0,
 ) -> Iterator[None]:
-    """Within the block the devices are as bad as a backend of torch may be.
+    """Make the devices as unfavourable as a backend of torch may be, within the block.
 
     Args:
         late_streams: Unless someone waits for it, work starts up to so many microseconds late.
         event_timing: Without, ``elapsed_time`` raises RuntimeError.
         record_stream: Without, ``Tensor.record_stream`` raises NotImplementedError.
-        streams: How many streams a device has to hand out, in turn, for either priority.
+        streams: The number of streams that a device has for each priority; they are reused.
         no_new_streams: Every new stream is the default stream.
         poison: Freed memory is overwritten with 0xFF on the stream that it was made on.
-        link_us_per_mib: So many microseconds longer take copies between host and device, per MiB.
+        link_us_per_mib: The additional time of copies between host and device, per MiB.
     """
     _settle()
     pool = 0 if no_new_streams else streams
@@ -136,11 +136,11 @@ def misbehaving(
 def charging(
     *, launch_us: float = 0.0, queue: int = 1021, pageable_blocks: bool = True
 ) -> Iterator[None]:
-    """Within the block the host pays for its launches, as on a real device.
+    """Charge the host for launches within the block, as a real device does.
 
     Args:
-        launch_us: For each kernel, in microseconds, besides what torch takes.
-        queue: How many items a stream has at most that it has not begun; the host waits for room.
+        launch_us: The time per kernel, in microseconds, in addition to torch's.
+        queue: The most items of a stream that have not begun; the host waits for room.
             The default is what CUDA has on an H200.
         pageable_blocks: A copy from memory that is not pinned is done when the call returns.
     """

@@ -1,4 +1,4 @@
-"""The benchmarks run, at sizes too small to tell anything; what they compute is right."""
+"""The benchmarks run at sizes too small to be meaningful; what they compute is right."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PLAN = PipelinePlan(
 
 
 def sums() -> list[PipelineTask]:
-    """Each iteration adds to those before."""
+    """Return tasks in which each iteration adds to the sum of the earlier ones."""
     seen = [0]
 
     def square(ctx: IterContext) -> None:
@@ -65,7 +65,7 @@ def sums() -> list[PipelineTask]:
 
 
 def totals(engine: dispatch.Engine, iterations: int) -> list[int]:
-    """What the engine hands out, up to the end of the data."""
+    """Return the labels that the engine returns, up to the end of the data."""
     data = iter(range(iterations))
     found = []
     while True:
@@ -77,7 +77,7 @@ def totals(engine: dispatch.Engine, iterations: int) -> list[int]:
 
 @pytest.mark.parametrize("stand_in", [TaskQueues, GroupQueues])
 def test_a_stand_in_runs_the_same_plan_to_the_same_end(stand_in: dispatch.StandIn) -> None:
-    """Stand-in and swpipe hand out the same contexts in the same order, and the same error."""
+    """The stand-in and swpipe return the same contexts in the same order, and the same error."""
 
     def fail(ctx: IterContext) -> None:
         raise ValueError("as planned")
@@ -91,7 +91,7 @@ def test_a_stand_in_runs_the_same_plan_to_the_same_end(stand_in: dispatch.StandI
 
 
 def intervals(folder: Path) -> list[Row]:
-    """Of tasks that block, and of real work."""
+    """Measure the intervals of tasks that block, and of real work."""
     case = interval.CASES[0]
     tasks = data_bound.loop_tasks()
     return [
@@ -113,14 +113,14 @@ SECTIONS: dict[str, tuple[Callable[[Path], Iterable[Row]], list[float | None]]] 
     ),
     "behind": (lambda _: behind.rows(rounds=1, batches=3, scale=0.05), [behind.MOST] * 3),
 }  # fmt: skip
-"""Each at a size too small to tell anything, with the bars of its rows."""
+"""The sections, at sizes too small for a verdict, with the bars of their rows."""
 
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_a_section_runs_and_its_rows_have_their_bars(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each row with a bar has a ratio to hold against it."""
+    """Each row with a bar has a ratio that is compared with it."""
     # On a busy machine a hand-over between threads takes 10 to 50 ms instead of 10 us.
     for module in (dispatch, extras, workers):
         monkeypatch.setattr(module, "WARM_UP", 1)
@@ -131,7 +131,7 @@ def test_a_section_runs_and_its_rows_have_their_bars(
 
 
 def test_memory_stays_flat_unless_a_context_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tolerance is below what one context too many holds."""
+    """The tolerance is less than the size of one leaked context."""
     assert memory.growth(100).python_kib < memory.PYTHON_KIB
     kept: list[IterContext] = []
     progress = SWPipeline.progress
@@ -142,7 +142,7 @@ def test_memory_stays_flat_unless_a_context_is_kept(monkeypatch: pytest.MonkeyPa
 
 
 def test_layers_overlap_in_both_ways_to_run_them(two_ranks: Ranks) -> None:
-    """The same bits; and the bound is that of a forward, periods of both, and a backward."""
+    """The bits are equal; the bound is that of a forward, periods of both, and a backward."""
     for measured in two_ranks.run(layer_overlap.on_rank, ("dense", "moe"), 1, 16, 1):
         assert measured.same
         assert len(measured.serial_ms) == len(measured.overlapped_ms) == 1
@@ -153,14 +153,14 @@ def test_layers_overlap_in_both_ways_to_run_them(two_ranks: Ranks) -> None:
 
 
 def test_schedules_run_on_ranks(two_ranks: Ranks) -> None:
-    """Each contender has its times, and what is predicted of it."""
+    """Each contender has its times and a prediction."""
     for times, predicted_ms, _ in two_ranks.run(pipeline_parallel.on_rank, 1, 0.05, 0.02):
         assert times.keys() == predicted_ms.keys() == {"ours", *pipeline_parallel.BARS}
         assert all(len(each) == 1 for each in times.values())
 
 
 def test_sharded_stages_run_on_both_runtimes(four_ranks: Ranks) -> None:
-    """With the same gradients; less than the passes of a rank is not predicted."""
+    """The gradients are equal; no prediction is below the passes of a rank."""
     scale = 0.05
     asleep_ms = scale * sum(sharded_stages.COSTS_MS) * 2 * sharded_stages.STAGES_OF_A_RANK
     runs = four_ranks.run(sharded_stages.on_rank, 2, 1, scale, deadline_s=240.0)
@@ -172,7 +172,7 @@ def test_sharded_stages_run_on_both_runtimes(four_ranks: Ranks) -> None:
 
 
 def test_predictions_are_made_of_each_schedule(two_ranks: Ranks) -> None:
-    """From measured costs: none is below the time in which a rank's passes sleep."""
+    """They are made from measured costs: none is below the time in which a rank's passes sleep."""
     scale = 0.05
     for found in two_ranks.run(predicted_schedules.on_rank, 1, scale):
         assert [*found] == ["1F1B", "ZBV", "V-Min", "DualPipe-V"]
@@ -182,7 +182,7 @@ def test_predictions_are_made_of_each_schedule(two_ranks: Ranks) -> None:
 
 
 def test_a_measured_step_is_drawn_as_the_predicted_one(two_ranks: Ranks) -> None:
-    """The same passes on each rank, in the same order."""
+    """It has the same passes on each rank, in the same order."""
     for rank, (report, spans) in enumerate(two_ranks.run(predicted_schedules.traced, "ZBV", 0.05)):
         ran = [(s.task, s.iteration) for s in sorted(spans, key=lambda span: span.start_ns)]
         planned = [(f"{a.stage}{a.op}", a.micro) for a in report.schedule.actions[rank]]
@@ -195,13 +195,13 @@ def test_a_measured_step_is_drawn_as_the_predicted_one(two_ranks: Ranks) -> None
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_gpu_bench_says_that_it_skips(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without CUDA it is no failure, and no silence either."""
+    """Without CUDA it neither fails nor stays silent."""
     assert gpu.main() == 0
     assert "skipped" in capsys.readouterr().out
 
 
 def test_rounds_turn_round_and_ratios_are_taken_in_each() -> None:
-    """A round that was slow for both changes nothing; the verdict is that of the median."""
+    """A round that was slow for both changes nothing; the verdict is the median's."""
     called: list[str] = []
 
     def measure(name: str, value: float) -> float:
@@ -219,7 +219,7 @@ def test_rounds_turn_round_and_ratios_are_taken_in_each() -> None:
 
 
 def test_a_loop_over_a_thread_and_queue_may_be_left_early() -> None:
-    """Its thread, which waits to put a batch, ends with it."""
+    """Its thread, which waits to put a batch, ends with the loop."""
     before = threading.active_count()
     batches = loader.pulled_by_hand(itertools.count(), most=2)
     assert [*itertools.islice(batches, 3)] == [0, 1, 2]
@@ -228,7 +228,7 @@ def test_a_loop_over_a_thread_and_queue_may_be_left_early() -> None:
 
 
 def test_each_other_way_does_the_same(tmp_path: Path) -> None:
-    """A loader's batches in order; all files, decoded; the losses of the loop."""
+    """They yield a loader's batches in order, all files decoded, and the losses of the loop."""
     for name, way in ahead.WAYS.items():
         if not data_bound.absent(name):
             assert [*way(batch for batch in range(7))] == [*range(7)]

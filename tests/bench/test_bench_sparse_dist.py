@@ -1,4 +1,4 @@
-"""The benchmarks on two ranks run, at sizes too small to tell anything; their bounds are right."""
+"""The benchmarks on two ranks run at sizes too small to be meaningful; their bounds are right."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MS = dict.fromkeys(WORK, 1.0)
 
 
 def test_the_work_bounds_a_step_on_a_quick_link() -> None:
-    """One thread: the sum of the parts."""
+    """On one thread the bound is the sum of the parts."""
     bound = bounds(MS, 0.0)
     assert bound.ii_us == pytest.approx(1e3 * len(WORK))
     assert "thread" in bound.limiting
 
 
 def test_a_slow_link_bounds_a_step_by_both_exchanges_of_embeddings() -> None:
-    """Look-up, top forward, loss, top backward and update, and twice the link's latency.
+    """It is look-up, top forward, loss, top backward and update, and twice the latency.
 
     The update counts from the last gradients on.
     """
@@ -54,7 +54,7 @@ NAMES = ("TorchRec base", "TorchRec staged", "TorchRec semi-sync", "split", "sem
 
 @pytest.mark.slow
 def test_the_contest_runs_and_its_exact_contenders_agree(two_ranks: Ranks) -> None:
-    """Every contender has its figures, and every verdict that can be given is given."""
+    """Every contender has its figures, and every verdict that is possible."""
     found: list[Contest] = two_ranks.run(
         contest, "DLRM", (1.0,), 1, 2, TINY, NAMES, deadline_s=240.0
     )
@@ -65,7 +65,7 @@ def test_the_contest_runs_and_its_exact_contenders_agree(two_ranks: Ranks) -> No
 
 
 def test_a_contender_with_other_numbers_is_noticed(two_ranks: Ranks) -> None:
-    """The stale plan, were it called exact."""
+    """The stale plan is noticed if it is called exact."""
     assert two_ranks.run(_miscalled) == [["semi_sync"]] * 2
 
 
@@ -77,7 +77,7 @@ def _miscalled() -> list[str]:
 
 
 def test_every_plan_stands_beside_torchrecs_best_exact_class() -> None:
-    """The best of ours has a bar; stale ones, the others and the bound inform."""
+    """The best of ours has a bar; stale plans, the others and the bound are for information."""
     ms = {one.name: [20.0, 22.0] for one in module.CONTENDERS}
     ms |= {"TorchRec semi-sync": [1.0, 1.0], "TorchRec fused": [10.0, 11.0], "split": [9.0, 9.9]}
     rows = [*torchrec_links._rows("DLRM", Contest(ms={5.0: ms}, parts={5.0: [MS, MS]}))]
@@ -93,7 +93,7 @@ def test_every_plan_stands_beside_torchrecs_best_exact_class() -> None:
 
 
 def test_a_class_is_timed_beside_torchrecs(two_ranks: Ranks) -> None:
-    """Both take as many turns; one that has a stream of its own."""
+    """Both have the same number of turns; one class has its own stream."""
     name = "PrefetchTrainPipelineSparseDist"
     for ours, theirs in two_ranks.run(torchrec_classes.duel, name, TINY, 3, 2):
         assert len(ours) == len(theirs) == 3
@@ -101,11 +101,11 @@ def test_a_class_is_timed_beside_torchrecs(two_ranks: Ranks) -> None:
 
 
 def test_a_step_calls_few_functions(one_rank: Ranks) -> None:
-    """It is a count, and the same on every machine."""
+    """The number of calls is the same on every machine."""
     assert one_rank.run(torchrec_classes.frames)[0] <= torchrec_classes.FRAMES_BAR
 
 
 def test_what_a_step_of_torchrecs_leaves_is_counted(two_ranks: Ranks) -> None:
-    """Over some passes."""
+    """It is counted over several passes."""
     for objects, _ in two_ranks.run(memory.on_rank, 2):
         assert objects < memory.OBJECTS

@@ -1,4 +1,4 @@
-"""The emulated link: late handles, free cores, and no exchange of TorchRec's that goes past it."""
+"""The emulated link: late handles, idle cores, and no exchange of TorchRec's that avoids it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _exchange(async_op: bool) -> tuple[torch.Tensor, dist.Work | None]:
 
 
 class Clock:
-    """Stands in for the link's ``time``: it goes on only when somebody sleeps.
+    """A stand-in for the link's ``time`` that advances only when a thread sleeps.
 
     Attributes:
         slept_ms: Each sleep.
@@ -71,10 +71,10 @@ def _late() -> dict[str, object]:
 
 
 def test_an_exchange_completes_no_sooner_than_it_should(two_ranks: Ranks) -> None:
-    """A handle is a Work, issued at once, and has what the other rank sent.
+    """A handle is a Work, is returned at once, and gets what the other rank sent.
 
-    To wait for it is to sleep for what is left of the time, once: no core is busy meanwhile, and
-    the interpreter is free for others. A call without a handle is late itself, and so is a future.
+    Its wait sleeps for the rest of the time, once: no core is busy meanwhile, and the interpreter
+    lock is free. A call without a handle is late itself, and so is a future.
     """
     late = pytest.approx(L_MS)
     for rank, found in enumerate(two_ranks.run(_late)):
@@ -92,7 +92,7 @@ def test_an_exchange_completes_no_sooner_than_it_should(two_ranks: Ranks) -> Non
 
 
 def test_the_functions_come_back() -> None:
-    """Outside the block nothing is wrapped."""
+    """Outside the block, nothing is wrapped."""
     before = dist.all_to_all_single
     with EmulatedLink():
         assert dist.all_to_all_single is not before
@@ -100,11 +100,11 @@ def test_the_functions_come_back() -> None:
 
 
 Calls = dict[str, tuple[int, int]]
-"""By contender."""
+"""The calls by contender."""
 
 
 def _seen(model: str, steps: int) -> tuple[Calls, Calls]:
-    """All-to-alls and all-reduces of some steps: as torch's profiler counts them, and the link."""
+    """Return the collectives of some steps as counted by torch's profiler and by the link."""
     from torch.profiler import ProfilerActivity, profile
 
     from bench.contenders import CONTENDERS, streams_on_a_cpu
@@ -162,12 +162,12 @@ def _in_turn() -> list[float]:
 
 
 def test_collectives_run_one_after_another_if_told(two_ranks: Ranks) -> None:
-    """The second one ends a latency after the first."""
+    """The second one ends one latency after the first."""
     for slept_ms in two_ranks.run(_in_turn):
         assert slept_ms == pytest.approx([L_MS, L_MS])
 
 
 def test_bytes_queue_up_behind_each_other(two_ranks: Ranks) -> None:
-    """What goes to the other rank takes its time; the latency comes on top, once for each."""
+    """Bytes for the other rank take their time; the latency is added once for each."""
     for slept_ms in two_ranks.run(_queued):
         assert slept_ms == pytest.approx([L_MS + 10.0, 10.0])

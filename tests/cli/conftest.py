@@ -1,4 +1,4 @@
-"""What is spent on a plan or a profile says nothing about a command."""
+"""The effort for a plan or a profile does not matter for a command."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from swpipe.tuning import autotuning
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are searched, measured and tried with little effort."""
+    """Search, measure and try plans with little effort."""
     for name, value in {"EFFORT": 0.1, "_ROUNDS": 2, "_WINDOWS": 1}.items():
         monkeypatch.setattr(autotuning, name, value)

@@ -34,7 +34,7 @@ needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="n
 
 
 def run(*args: object) -> int:
-    """Run the command line; its exit code."""
+    """Run the command line, and return its exit code."""
     with pytest.raises(SystemExit) as caught:
         main([str(arg) for arg in args])
     code = caught.value.code
@@ -43,7 +43,7 @@ def run(*args: object) -> int:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
-    """Run what must be refused: exit code 2 and one line after its progress; the line."""
+    """Run a command, check that it is refused with exit code 2 in one line, and return the line."""
     assert run(*args) == 2
     told = capsys.readouterr().err.splitlines()
     progress = re.compile(r"\s*$|training|tuning|trying|(\S+: )?(recording|measuring) ")
@@ -54,7 +54,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 
 
 def out(capsys: pytest.CaptureFixture[str], *args: object) -> str:
-    """What a command prints that succeeds."""
+    """Return what a successful command prints."""
     assert run(*args) == 0
     return capsys.readouterr().out
 
@@ -63,7 +63,7 @@ def out(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 
 
 def test_both_plans_train_bit_equal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the image model, each on one thread."""
+    """Both plans train the image model, each on one thread."""
     torch.set_num_threads(2)
     try:
         printed = out(capsys, "train", "--steps", 12, "--compare", "serial,pipelined")
@@ -74,7 +74,7 @@ def test_both_plans_train_bit_equal(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_may_come_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """What ``swpipe plan show`` wrote can be trained under; a plan is compared with itself, too."""
+    """A plan that ``swpipe plan show`` wrote can be used for training, and compared with itself."""
     file = tmp_path / "plan.toml"
     out(capsys, "plan", "show", "pipelined", "--output", file)
     assert PipelinePlan.load(file) == PLANS["pipelined"]()
@@ -84,7 +84,7 @@ def test_a_plan_may_come_from_a_file(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_two_runs_print_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
-    """The model and the data are drawn from generators of their own, with a fixed seed."""
+    """The model and the data come from separate generators with a fixed seed."""
     losses = []
     for seed in (3, 4):
         torch.manual_seed(seed)
@@ -97,7 +97,7 @@ def test_two_runs_print_the_same_losses(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_diverging_loss_ends_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 1, and the step is named."""
+    """The exit code is 1, and the line names the step."""
 
     @task
     def train(ctx: IterContext) -> None:
@@ -114,7 +114,7 @@ def test_a_diverging_loss_ends_in_one_line(
 def test_a_list_of_batches_is_trained_on_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``--steps`` is the number of steps, also where the list has fewer batches."""
+    """``--steps`` is the number of steps, also if the list has fewer batches."""
 
     @task
     def train(ctx: IterContext) -> None:
@@ -128,7 +128,7 @@ def test_a_list_of_batches_is_trained_on_again(
 
 
 def test_a_full_disk_loses_no_result(capsys: pytest.CaptureFixture[str]) -> None:
-    """What was printed stays, and the line says which file is missing."""
+    """The printed result stays, and the line names the missing file."""
     assert run("train", "--steps", 3, "--timeline", "/dev/full") == 2
     told = capsys.readouterr()
     assert "steps/s" in told.out
@@ -157,7 +157,7 @@ def test_a_timeline_is_recorded_and_drawn(
 def test_without_matplotlib_a_timeline_is_printed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A picture is an error only where one was asked for."""
+    """A missing picture is an error only if it was asked for."""
     for module in ("app", "user_inputs"):
         monkeypatch.setattr(f"swpipe.cli.{module}.find_spec", lambda name: None)
     Trace([Span("read", 0, Row("thread", "io"), 0, 10**6)]).save(tmp_path / "one.json")
@@ -168,7 +168,7 @@ def test_without_matplotlib_a_timeline_is_printed(
 
 
 def test_a_plan_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """Who works on which iteration when, and who waits for whom; no data is needed."""
+    """It shows which task works on which iteration, and the waits; no data is needed."""
     said = out(capsys, "plan", "show", "pipelined", "--periods", 4)
     assert "decode [io]          0   1   2   3" in said
     assert "forward [default]    .   0   1   2" in said
@@ -179,7 +179,7 @@ def test_a_plan_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """On standard output, alone."""
+    """It is printed to standard output, alone."""
     assert out(capsys, "--version") == f"swpipe {swpipe.__version__}\n"
 
 
@@ -208,7 +208,7 @@ COMMANDS = {
 
 
 def every_command() -> Iterator[list[str]]:
-    """The words of each command."""
+    """Yield the words of each command."""
     for group, names in COMMANDS.items():
         yield from ([*group.split(), name] for name in ["", *sorted(names - {"plan"})])
 
@@ -217,7 +217,7 @@ def every_command() -> Iterator[list[str]]:
 def test_help_fits_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
-    """Of 80 columns: no sentence is cut off."""
+    """No sentence is cut off at 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     said = out(capsys, *filter(None, words), "--help")
     lines = said.splitlines()[1:]  # the usage has dots of its own
@@ -230,7 +230,7 @@ def test_help_fits_a_terminal(
 def test_a_terminal_that_knows_few_characters_is_given_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Names outside of latin-1 ended in a traceback once."""
+    """Names outside latin-1 once ended in a traceback."""
     PipelinePlan({"läd\u65e5": TaskSchedule()}).save(tmp_path / "plan.toml")
     out = TextIOWrapper(BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", out)

@@ -1,4 +1,4 @@
-"""Mistakes at the command line: told in one line, with exit code 2, before any work is done."""
+"""Mistakes at the command line: reported in one line, with exit code 2, before any work."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ FILES = {
 
 
 def checked(line: str, said: str) -> None:
-    """A line that a terminal can show, with these words."""
+    """Check that a line has these words, and that a terminal can show it."""
     assert said in line
     assert len(line) <= MOST_IN_ONE_LINE
     assert line.isprintable()
 
 
 def test_a_mistake_is_told_in_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each row: command, words; many ended in a traceback once."""
+    """Each row has a command and words of the line; many once ended in a traceback."""
     for name, text in FILES.items():
         (here / name).write_text(text)
     for args, said in LINES:
@@ -121,7 +121,7 @@ def test_a_mistake_is_told_in_one_line(here: Path, capsys: pytest.CaptureFixture
 def test_a_plan_of_other_tasks_is_refused_in_one_line(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the tasks that it has not, or has besides."""
+    """The line names the missing and the unknown tasks."""
     text = PLANS["pipelined"]().to_toml().replace('"decode"', '"decoed"')
     (here / "decoed.toml").write_text(text.replace("[schedule.decode]", "[schedule.decoed]"))
     checked(refused(capsys, "train", "--plan", "decoed.toml"), "'decoed'")
@@ -184,14 +184,14 @@ def test_a_file_that_is_no_plan_or_cost_model_is_refused_in_a_line(
 
 @pytest.fixture
 def as_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables that torchrun sets, as a container of a cluster may have them."""
+    """Set the variables of torchrun, as a container of a cluster may have them."""
     for name, value in RANKS.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_ranks_that_do_not_come_are_told_and_not_waited_for(scripts: Scripts, rank: str) -> None:
-    """Whether this rank holds the store or has to find it."""
+    """This holds for the rank with the store and for ranks that search for it."""
     script = (
         "import swpipe.cli.launched as launched; launched.JOIN_S = 0.2; "
         "from swpipe.cli import main; main(['plan', 'infer'])"
@@ -209,7 +209,7 @@ def test_ranks_that_do_not_come_are_told_and_not_waited_for(scripts: Scripts, ra
 def test_a_variable_that_torchrun_would_not_set_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By name; some ended in a traceback once."""
+    """The error names it; some once ended in a traceback."""
     for name, values in {
         "RANK": ("x", "2", "-1", "\x1b[31m"),
         "WORLD_SIZE": ("0", "1" * 5000),
@@ -226,9 +226,9 @@ def test_a_variable_that_torchrun_would_not_set_is_refused(
 
 @pytest.mark.usefixtures("as_a_rank")
 def test_what_needs_no_ranks_waits_for_none(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Help once waited for ever, without a word, for ranks that nobody had started.
+    """Help once waited forever, silently, for ranks that nobody had started.
 
-    Under torchrun every other command joins: one line tells all ranks of one that makes no sense.
+    Under torchrun all other commands join: one line tells all ranks of a command that is wrong.
     """
     assert not launched.joins(["plan", "show", "plan.toml"])
     for args in ((), ("--help",), ("train", "--help"), ("plan", "show", "plan.toml")):
@@ -248,7 +248,7 @@ def test_what_needs_no_ranks_waits_for_none(here: Path, monkeypatch: pytest.Monk
 def test_a_file_that_cannot_be_written_is_refused_first(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
-    """It was found after the training once, and the result was lost in a traceback."""
+    """Once it was found after the training, and the result was lost in a traceback."""
     (here / "file").touch()
     for args in (
         ("train", "--timeline"),
@@ -272,7 +272,7 @@ def test_a_file_that_cannot_be_written_is_refused_first(
 def test_where_one_file_fails_the_others_are_written(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
-    """The costs, after a full disk took the plan."""
+    """The costs are written after a full disk prevented the plan."""
     args = ("plan", "auto", "plan.toml", "--costs", "costs.json", "--keep-costs", "/dev/full")
     line = refused(capsys, *args, "--output", "new/best.toml")
     assert line == "swpipe: /dev/full: No space left on device"
@@ -285,7 +285,7 @@ CLOSED = f"import os, sys; r, w = os.pipe(); os.close(r); sys.stdout = open(w, '
 
 
 def test_a_standard_output_that_takes_nothing(scripts: Scripts) -> None:
-    """A full one is told in one line; a reader may stop reading, as ``| head`` does."""
+    """A full output is an error of one line; a reader may stop reading, as ``| head`` does."""
     full, closed = scripts.run_together([Script(FULL), Script(CLOSED)])
     assert full.returncode == 2
     assert full.stderr == "swpipe: standard output: No space left on device\n"

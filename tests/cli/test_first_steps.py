@@ -1,4 +1,4 @@
-"""What a new user types first: the demo with torch alone, an own loop; what README looks like."""
+"""The first commands of a new user: the demo with torch alone, and a loop of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Typed(TypedContext):
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A module ``my_loop`` with loops; how often one was asked for."""
+    """Create a module ``my_loop`` with loops; return a list that grows with each call."""
     calls: list[int] = []
 
     def loop(batches: Any = (1.0, 2.0, 3.0) * 8, log: bool = True) -> tuple[Any, ...]:
@@ -57,7 +57,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_train_trains_a_loop_of_ones_own(
     capsys: pytest.CaptureFixture[str], own: list[int], tmp_path: Path, name: str
 ) -> None:
-    """Once through its data, under each plan anew; speed, losses and whether they are equal."""
+    """It trains once through the data under each plan; it prints speeds, losses and differences."""
     timeline = tmp_path / "new" / "timeline.json"
     args = ("--workload", f"my_loop:{name}", "--compare", "serial,serial", "--timeline", timeline)
     said = out(capsys, "train", *args)
@@ -70,7 +70,7 @@ def test_train_trains_a_loop_of_ones_own(
 def test_train_makes_a_plan_for_a_loop_of_ones_own(
     capsys: pytest.CaptureFixture[str], own: list[int]
 ) -> None:
-    """``auto``, beside the serial one."""
+    """``auto`` is compared with the serial plan."""
     args = ("--workload", "my_loop:loop", "--compare", "serial,auto", "--steps", 6)
     said = out(capsys, "train", *args)
     assert "auto over serial: " in said
@@ -81,7 +81,7 @@ def test_train_makes_a_plan_for_a_loop_of_ones_own(
 def test_train_tells_what_a_loop_of_ones_own_lacks(
     capsys: pytest.CaptureFixture[str], own: list[int]
 ) -> None:
-    """A length, a batch; a loss it may lack."""
+    """A length and a batch are required; a loss is optional."""
     told = refused(capsys, "train", "--workload", "my_loop:endless")
     assert "--steps is missing: the batches of my_loop:endless have no length" in told
     told = refused(capsys, "train", "--workload", "my_loop:empty", "--steps", 3)
@@ -92,7 +92,7 @@ def test_train_tells_what_a_loop_of_ones_own_lacks(
 
 @pytest.fixture
 def quick_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few images are drawn, and no task is measured."""
+    """Draw few images, and measure no task."""
     result = ProfileResults([RESULT])
     monkeypatch.setattr(app, "profile_job", lambda *given, **options: result)
     monkeypatch.setattr(images, "_DIFFERENT", 4)
@@ -102,7 +102,7 @@ def quick_demo(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_demo_runs_with_torch_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On generated images, whose loss falls; pictures that it cannot draw it says how to get."""
+    """It trains on generated images, with a falling loss, and says how to get the pictures."""
     monkeypatch.setattr(app, "find_spec", lambda name: None)
     said = out(capsys, "demo", "--directory", tmp_path, "--steps", 40)
     assert "Training the same model (images) under two plans, in turns: serial, pipelined." in said
@@ -122,14 +122,14 @@ def test_the_demo_runs_with_torch_alone(
 @needs_matplotlib
 @pytest.mark.usefixtures("quick_demo")
 def test_the_demo_draws_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of its timeline and of its table, with the other files."""
+    """They show its timeline and its table, and are next to the other files."""
     out(capsys, "demo", "--directory", tmp_path, "--steps", 4)
     written = {file.name for file in tmp_path.iterdir() if file.stat().st_size > 0}
     assert written >= {*app.DEMO_FILES, *app.DEMO_PICTURES}
 
 
 def test_a_package_index_can_show_the_readme() -> None:
-    """It has no picture and no link to a file, which would lead nowhere there."""
+    """It has no picture and no link to a file, which would be broken there."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"\]\((?!https?://|#)[^)]*\)|<img ", text) == []
     paths = re.findall(r"`(docs/[\w/.-]+)`", text)

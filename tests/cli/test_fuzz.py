@@ -22,26 +22,26 @@ CPU_S = 60  # ends a command that would never end; how long one takes is no verd
 
 
 def most_tasks() -> dict[str, Any]:
-    """As many tasks as a plan may have, each after the one before."""
+    """Return a plan of the maximum number of tasks, in sequence."""
     names = [f"t{k}" for k in range(MOST_TASKS)]
     return {"schedule": {name: {} for name in names}, "deps": [*pairwise(names)]}
 
 
 def most_work() -> dict[str, Any]:
-    """As many tasks in as many stages as may be compiled, on threads of their own."""
+    """Return a plan of the maximum work for the compiler, on a thread per task."""
     count = MOST_WORK // MOST_ITERATIONS
     entries = {f"t{k}": {"stage": k, "thread_group": f"g{k % 9}"} for k in range(count)}
     return {"schedule": entries, "deps": [[f"t{k}", f"t{k - 1}"] for k in range(1, count)]}
 
 
 def most_distance() -> dict[str, Any]:
-    """A dependence on the farthest iteration, and the deepest pipeline."""
+    """Return a plan with the largest distance and the greatest depth."""
     far = MOST_ITERATIONS
     return {"schedule": {"a": {}, "b": {"stage": 1}}, "cross_iter_deps": [["a", "b", far]]}
 
 
 def unknown_names() -> dict[str, Any]:
-    """A file of some megabytes whose dependences are all wrong."""
+    """Return a file of some megabytes whose dependences are all wrong."""
     return {"schedule": {"a": {}}, "deps": [["a", f"{k}" * 9] for k in range(50_000)]}
 
 
@@ -56,7 +56,7 @@ main()
 
 @pytest.mark.slow
 def test_the_hardest_plans_stay_within_memory(scripts: Scripts, tmp_path: Path) -> None:
-    """Success or one line, in an address space of 4 GiB."""
+    """The command succeeds, or prints one line, within an address space of 4 GiB."""
     limited = []
     for make in (most_tasks, most_work, most_distance, unknown_names):
         plan = tmp_path / f"{make.__name__}.json"

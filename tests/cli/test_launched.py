@@ -28,11 +28,11 @@ from tests.support.servers import ROOT
 
 
 class Done(NamedTuple):
-    """How a job ended.
+    """The result of a job.
 
     Attributes:
-        out: What was printed.
-        err: What was said on stderr.
+        out: The standard output.
+        err: The standard error.
         codes: Exit codes, by rank; empty where all went well.
     """
 
@@ -42,7 +42,7 @@ class Done(NamedTuple):
 
     @property
     def told(self) -> list[str]:
-        """What swpipe said on stderr."""
+        """The lines of swpipe on stderr."""
         return [line for line in self.err.splitlines() if line.startswith("swpipe: ")]
 
 
@@ -79,7 +79,7 @@ def failing():
         reduce(ctx)
     return loop(fail)
 """
-"""Of the user's own, whose tasks communicate; one that is wrong on a rank, and one that fails."""
+"""Loops of a user whose tasks communicate: one is wrong on a rank, and one fails."""
 
 OWN = ("--device", "cpu", "--workload")
 
@@ -95,11 +95,11 @@ MAIN = "from swpipe.cli import main; main()"
 
 QUICK = "a.EFFORT, a._ROUNDS, a._WINDOWS, a._BATCHES = 0.1, 2, 1, 1"
 QUICKLY = f"import swpipe.tuning.autotuning as a; {QUICK}; {MAIN}"
-"""What a plan is searched and tried with says nothing about ranks."""
+"""Settings of short searches and trials; this module is about ranks only."""
 
 
 def on_two_ranks(scripts: Scripts, *args: object, code: str = MAIN, folder: Path = ROOT) -> Done:
-    """Run the command line on two ranks, which are told what torchrun tells them."""
+    """Run the command line on two ranks, with the variables that torchrun sets."""
     one = Script(code, args=[*map(str, args)], folder=str(folder))
     ranks = [replace(one, environment=told) for told in as_torchrun(2)]
     ended = scripts.run_together(ranks)
@@ -109,7 +109,7 @@ def on_two_ranks(scripts: Scripts, *args: object, code: str = MAIN, folder: Path
 
 @pytest.mark.slow
 def test_two_ranks_train_bit_equal(scripts: Scripts, here: Path) -> None:
-    """One bar, one table, one timeline: those of rank 0."""
+    """One bar, one table and one timeline are printed: those of rank 0."""
     args = (*OWN, "my_ranked_loop:loop", "--compare", "serial,serial", "--timeline", "t.json")
     done = on_two_ranks(scripts, "train", *args, folder=here)
     assert done.codes == {}, done.err
@@ -120,7 +120,7 @@ def test_two_ranks_train_bit_equal(scripts: Scripts, here: Path) -> None:
 
 
 def test_two_ranks_make_one_plan(scripts: Scripts, here: Path) -> None:
-    """Both measure, and train under the same plan; rank 0 tells how it was made."""
+    """Both measure, and train under the same plan; rank 0 says how it was made."""
     args = (*OWN, "my_ranked_loop:loop", "--compare", "serial,auto")
     done = on_two_ranks(scripts, "train", *args, code=QUICKLY, folder=here)
     assert done.codes == {}, done.err
@@ -135,7 +135,7 @@ def test_two_ranks_make_one_plan(scripts: Scripts, here: Path) -> None:
 
 @pytest.mark.slow
 def test_a_mistake_that_one_rank_finds_is_its_line(scripts: Scripts, here: Path) -> None:
-    """The loop is wrong on rank 1, which ends with 2; rank 0 loses it in its first collective."""
+    """The loop is wrong on rank 1, which ends with 2; rank 0 fails in its first collective."""
     done = on_two_ranks(scripts, "train", *OWN, "my_ranked_loop:half", folder=here)
     (told,) = done.told
     assert told.startswith(
@@ -154,7 +154,7 @@ main([*told, "--plan", f"{folder}/plan{os.environ['RANK']}.toml"])
 
 @pytest.mark.slow
 def test_ranks_with_different_plan_files_are_told_so(scripts: Scripts, here: Path) -> None:
-    """In a line each, with what differs and where; no batch is read."""
+    """Each prints a line with what differs and where; no batch is read."""
     plan = PipelinePlan.serial(["load", "reduce"])
     plan.save(here / "plan0.toml")
     replace(plan, pipeline_depth=plan.depth + 1).save(here / "plan1.toml")
@@ -172,7 +172,7 @@ def test_ranks_with_different_plan_files_are_told_so(scripts: Scripts, here: Pat
 
 
 def test_ranks_have_to_be_told_the_same_command() -> None:
-    """Its options and plans count; where a node has its files does not."""
+    """Options and plans are compared; the paths of files on a node are not."""
     plan = PLANS["serial"]()
 
     def facts(**params: object) -> Facts:
@@ -189,7 +189,7 @@ def test_ranks_have_to_be_told_the_same_command() -> None:
 
 
 def test_a_rank_with_another_command_is_refused() -> None:
-    """On each rank, when it has heard of the others' commands."""
+    """Each rank refuses when it knows the others' commands."""
     store = dist.HashStore()
     store.set(ranks._COMMAND.format(1), json.dumps({"--steps": "7"}))
     rank = ranks.Rank.__new__(ranks.Rank)
@@ -201,7 +201,7 @@ def test_a_rank_with_another_command_is_refused() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it has found a mistake before."""
+    """It may have ended with an error before, for example."""
     monkeypatch.setattr(ranks, "JOIN_S", 0.01)
     rank = ranks.Rank.__new__(ranks.Rank)
     rank.number, rank.size, rank._store = 0, 2, dist.HashStore()
@@ -214,7 +214,7 @@ FAILING = f"import atexit; atexit.register(print, 'TORN DOWN'); {MAIN}"
 
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_with_its_own_error(scripts: Scripts, here: Path) -> None:
-    """Within seconds, with its task and iteration."""
+    """It ends within seconds, with its task and iteration."""
     args = ("train", *OWN, "my_ranked_loop:failing")
     done = on_two_ranks(scripts, *args, code=FAILING, folder=here)
     began_s = float(done.out.split("BEGIN")[1].split()[0])
@@ -242,7 +242,7 @@ run_on_ranks(fail)
 
 
 def test_a_rank_that_raises_ends_at_once_where_the_store_is_gone(scripts: Scripts) -> None:
-    """As it is where rank 0 held it, and has failed before."""
+    """The store is gone if rank 0 held it, and has failed before."""
     told = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     rank = scripts.run(Script(LEFT, environment=told), deadline_s=90)
     assert (rank.returncode, rank.stdout) == (1, "LAST\n")
@@ -254,7 +254,7 @@ def test_a_rank_that_raises_ends_at_once_where_the_store_is_gone(scripts: Script
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torchrun says to a job's only rank; a rank that fails ends in SystemExit."""
+    """Set torchrun's variables for a single rank; a rank that fails ends in SystemExit."""
     told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     told["TORCHELASTIC_RUN_ID"] = "here"
     for name, value in {**told, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
@@ -268,7 +268,7 @@ def test_a_breakdown_is_of_every_task(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the user's own tasks; the process group is gone afterwards."""
+    """It has the user's own tasks; the process group is gone afterwards."""
     quick = partialmethod(TaskProfiler.profile_loop, num_warmup=1, num_measure=1)
     monkeypatch.setattr(TaskProfiler, "profile_loop", quick)
     monkeypatch.syspath_prepend(str(here))
@@ -287,7 +287,7 @@ def test_plans_are_inferred_and_checked_on_ranks(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of tasks of the user's own that communicate."""
+    """They belong to tasks of the user that communicate."""
     monkeypatch.syspath_prepend(str(here))
     plan = here / "plan.toml"
     args = (*OWN, "my_ranked_loop:loop")
@@ -302,7 +302,7 @@ def test_plans_are_inferred_and_checked_on_ranks(
 def test_ranks_have_to_be_told_the_same_planning_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything is measured: one that measured where others do not would wait for them."""
+    """This is checked first: a rank that measured alone would wait for the others."""
     told: list[Facts] = []
     monkeypatch.setattr(ranks.Rank, "agree", lambda _, facts: told.append(facts))
     PipelinePlan.serial(["a"]).save(tmp_path / "here.toml")
@@ -318,7 +318,7 @@ def test_ranks_have_to_be_told_the_same_planning_command(
 
 @pytest.mark.usefixtures("one_rank")
 def test_only_rank_0_writes_files(tmp_path: Path) -> None:
-    """All ranks have the same to write, perhaps at one place."""
+    """All ranks have the same to write, possibly to one path."""
     first, second = ranks.Rank(), ranks.Rank()
     second.number = 1
     written: list[Path] = []
@@ -342,7 +342,7 @@ def test_only_rank_0_writes_files(tmp_path: Path) -> None:
 def test_what_the_user_got_wrong_is_one_line(
     capsys: pytest.CaptureFixture[str], args: tuple[str, ...], told: str
 ) -> None:
-    """With the rank, and exit code 2."""
+    """The line names the rank; the exit code is 2."""
     assert refused(capsys, *args).startswith(f"swpipe: rank 0 of 1: {told}")
     if dist.is_initialized():  # it would have ended with the process
         dist.destroy_process_group()
@@ -350,14 +350,14 @@ def test_what_the_user_got_wrong_is_one_line(
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_device_is_each_ranks_own() -> None:
-    """One that is named belongs to one rank only."""
+    """A device that the user names belongs to one rank only."""
     with pytest.raises(UserError, match="each rank takes a device of its own; give --device cuda"):
         ranks.Rank().join("cuda:1")
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_ranks_are_known_by_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it; without a rank, say, this is one process."""
+    """All of its variables are needed; without a rank, for example, this is one process."""
     assert ranks.launched()
     monkeypatch.delenv("RANK")
     assert not ranks.launched()

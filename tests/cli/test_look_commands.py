@@ -23,7 +23,7 @@ __all__ = ["here"]  # the fixture
 def test_a_regression_beyond_the_interval_exits_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of one batch of several; a difference within it does not, nor does a gain."""
+    """One batch of several suffices; a difference within the interval, or a gain, does not."""
     before, after, within = (tmp_path / f"{name}.json" for name in ("before", "after", "within"))
     ProfileResults([RESULT, OTHER]).save(before)
     ProfileResults([RESULT, of_step(OTHER, 0.03)]).save(after)
@@ -38,7 +38,7 @@ def test_a_regression_beyond_the_interval_exits_with_1(
 
 
 def test_a_busy_machine_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the file that was measured on it."""
+    """The message names the file that was measured on it."""
     RESULT.save(tmp_path / "before.json")
     measured(RESULT, other_load=OtherLoad(1.5, 2)).save(tmp_path / "after.json")
     assert run("diff", tmp_path / "before.json", tmp_path / "after.json") == 0
@@ -49,7 +49,7 @@ def test_a_busy_machine_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_what_cannot_be_compared_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line, and with 2: it is no regression."""
+    """It is an error of one line with exit code 2: it is no regression."""
     RESULT.save(tmp_path / "before.json")
     OTHER.save(tmp_path / "after.json")
     (tmp_path / "odd.json").write_text('{"batch": 3}')
@@ -62,7 +62,7 @@ def test_what_cannot_be_compared_is_refused(
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the machine's own is found."""
+    """Hide the load and the environment of this machine."""
     monkeypatch.setattr("swpipe.profiler.rounds.load_so_far", lambda **given: None)
     bare_environment(monkeypatch)
 
@@ -71,7 +71,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_report_on_ones_own_loop(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As JSON, and the page is where the user wants it; ``tests/docs`` looks at the text."""
+    """The report is JSON or a page at the user's path; ``tests/docs`` checks the text."""
     host = TimedHost()
     tell_time(monkeypatch, host)
     monkeypatch.setattr(time, "sleep", host.sleep)
@@ -88,7 +88,7 @@ def test_a_report_on_ones_own_loop(
 def test_without_a_loop_the_settings_of_the_machine_are_examined(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing runs; each finding has its fix."""
+    """No loop runs; each finding has its fix."""
     assert out(capsys, "report") == "no findings: the machine and its settings\n"
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert "[blocking-setting]\n  fix: unset it" in out(capsys, "report")

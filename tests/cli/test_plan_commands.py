@@ -102,7 +102,7 @@ PLAN = PipelinePlan.from_dict(
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a workload of the user's own, costs and a plan; the current one."""
+    """A current directory with a workload of the user's, costs and a plan."""
     (tmp_path / "my_loop.py").write_text(LOOP)
     COSTS.save(tmp_path / "costs.json")
     PLAN.save(tmp_path / "plan.toml")
@@ -118,7 +118,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_dependences_of_the_users_own_tasks_are_inferred(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What each task touches is printed; the plan that follows is written, and another compared."""
+    """It prints what each task uses, writes the inferred plan, and compares another one."""
     PipelinePlan.from_dict({"schedule": {"load": {}, "learn": {}}}).save(here / "bare.toml")
     args = ("--workload", "my_loop:typed", "--plan", "bare.toml", "--output", "found.toml")
     said = out(capsys, "plan", "infer", *args)
@@ -129,7 +129,7 @@ def test_dependences_of_the_users_own_tasks_are_inferred(
 
 
 def test_the_image_model_lacks_no_dependence(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its ready-made plan declares all that a recording finds."""
+    """Its ready-made plan declares all dependences that a recording finds."""
     printed = out(capsys, "plan", "infer", "--plan", "pipelined")
     assert "no dependence is missing" in printed
 
@@ -138,7 +138,7 @@ def test_the_image_model_lacks_no_dependence(capsys: pytest.CaptureFixture[str])
 
 
 def test_an_unsafe_plan_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The pair, and the edge that mends it."""
+    """The error has the pair, and the edge that fixes it."""
     PipelinePlan.from_dict(
         {"schedule": {"load": {"thread_group": "io"}, "learn": {"stage": 1}}}
     ).save(here / "unsafe.toml")
@@ -158,7 +158,7 @@ def test_a_budget_is_checked(here: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @needs_matplotlib
 def test_a_plan_is_simulated_from_costs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its interval and bounds; its timeline above a measured one, also as a picture."""
+    """It prints interval and bounds; its timeline is drawn above a measured one."""
     simulate_plan(PLAN, COSTS, streams=False).trace().save(here / "m.json")
     args = ("--costs", "costs.json", "--keep-costs", "out/costs.json")
     args += ("--measured", "m.json", "--picture", "both.svg")
@@ -173,7 +173,7 @@ def test_a_plan_is_simulated_from_costs(here: Path, capsys: pytest.CaptureFixtur
 def test_costs_are_measured_where_none_are_given(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the workload's own batches, in contexts of its own class."""
+    """They are measured on the workload's own batches, in contexts of its own class."""
     args = ("--workload", "my_loop:typed", "--keep-costs", "measured.json")
     assert "thread  default" in out(capsys, "plan", "simulate", "serial", *args)
     measured = CostModel.load(here / "measured.json")
@@ -187,7 +187,7 @@ def test_costs_are_measured_where_none_are_given(
 def test_a_plan_is_chosen_from_costs_and_written(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second thread earns what the first waits for."""
+    """A second thread saves the time that the first one waits."""
     args = ("--costs", "costs.json", "--output", "best.toml")
     assert out(capsys, "plan", "auto", "plan.toml", *args).startswith(
         "3.000 ms per iteration, 2 iterations in flight, 2 "
@@ -201,7 +201,7 @@ def test_a_plan_is_chosen_from_costs_and_written(
 def test_a_limit_to_memory_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a plan and costs that have the tasks' memory; `simulate` prints what a plan holds."""
+    """The plan and the costs have the tasks' memory; `simulate` prints what a plan holds."""
     monkeypatch.chdir(tmp_path)
     plan = PipelinePlan({"read": TaskSchedule(), "work": TaskSchedule()}, deps=[("work", "read")])
     memory = TaskMemory((Block("read", "work", 2**20, "x"),))
@@ -219,7 +219,7 @@ def test_a_limit_to_memory_is_kept(
 
 @pytest.mark.usefixtures("here")
 def test_a_limit_to_memory_is_kept_without_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """What the tasks hold is measured then."""
+    """The memory of the tasks is measured then."""
     assert run("plan", "auto", "--workload", "my_loop:typed", "--max-bytes", 1) == 2
     told = capsys.readouterr().err
     assert "no plan was found that holds max_bytes of 1 B at most" in told
@@ -233,7 +233,7 @@ def test_plan_auto_keeps_to_a_time(
     args: tuple[object, ...],
     seconds: float,
 ) -> None:
-    """A minute, unless it is told otherwise."""
+    """The default is a minute."""
     given: list[float] = []
 
     def tune(loop: Any, limits: Any, ready_made: Any, seconds: float) -> None:
@@ -248,7 +248,7 @@ def test_plan_auto_keeps_to_a_time(
 def test_a_plan_is_made_for_the_users_own_tasks(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Recorded, measured, planned; the plan is safe."""
+    """The tasks are recorded and measured; the plan is safe."""
     args = ("--workload", "my_loop:loop", "--output", "best.toml", "--keep-costs", "kept.json")
     assert "per iteration" in out(capsys, "plan", "auto", *args)
     assert json.loads((here / "kept.json").read_text())["tasks"]
@@ -261,7 +261,7 @@ def test_a_plan_is_made_for_the_users_own_tasks(
 
 
 def test_the_users_own_tasks_are_profiled(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The loop under the serial plan, as they have no other; several batches under a file."""
+    """The loop is profiled under the serial plan, their only one; several batches under a file."""
     args = ("profile", "--rounds", 2, "--output", "profile.json", "--workload")
     several = ("my_loop:loop", "--plan", "plan.toml", "--batches", 2, "--serially")
     for given, of in (
@@ -282,9 +282,9 @@ def test_the_users_own_tasks_are_profiled(here: Path, capsys: pytest.CaptureFixt
 def test_a_loader_of_the_users_own_is_traced(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its calls take their time in the timeline, as they do in a profile.
+    """Its calls take time in the timeline, as they do in a profile.
 
-    All batches were once pulled before, and a step that waited for its loader looked busy.
+    Once all batches were pulled before, and a step that waited for its loader looked busy.
     """
     args = ("--workload", "my_loop:slowly_loaded", "--steps", 5, "--timeline", "slow.json")
     assert run("train", *args) == 0
@@ -297,7 +297,7 @@ def test_a_loader_of_the_users_own_is_traced(
 
 @needs_matplotlib
 def test_by_default_four_iterations_are_drawn_with_names_legend_and_title(here: Path) -> None:
-    """Of twelve, which showed nothing but their numbers."""
+    """Twelve iterations showed only their numbers."""
     names = ("decode", "forward", "backward", "optimizer")
     spans = [
         Span(name, i, Row("thread", "default"), (4 * i + k) * 10**7, (4 * i + k + 1) * 10**7)
@@ -313,7 +313,7 @@ def test_by_default_four_iterations_are_drawn_with_names_legend_and_title(here: 
 
 
 def test_a_workloads_own_error_is_told(here: Path) -> None:
-    """As itself, with its traceback, and with the workload that raised it."""
+    """It is raised unchanged, with its traceback and the workload that raised it."""
     with pytest.raises(OSError, match="no such data") as caught:
         run("plan", "infer", "--workload", "my_loop:raising")
     assert "my_loop:raising was called without arguments for" in caught.value.__notes__[0]

@@ -1,4 +1,4 @@
-"""Runs of a job under its plans: turns, what is compared, and how it is told."""
+"""Runs of a job under its plans: turns, comparisons, and their texts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLANS: dict[str, Any] = {
 
 
 class SumJob:
-    """Learns the sum of its rows."""
+    """A job that learns the sum of its rows."""
 
     epoch_steps = 5
 
@@ -54,14 +54,14 @@ JOB: Any = SumJob
 
 @pytest.fixture
 def runs() -> Iterator[list[JobRun]]:
-    """Under the serial and under the pipelined plan."""
+    """Runs under the serial and under the pipelined plan."""
     runs = [JobRun(name, JOB(), make(), 30) for name, make in PLANS.items()]
     with runs[0].pipe, runs[1].pipe:
         yield runs
 
 
 def test_a_run_goes_on_where_it_stopped(runs: list[JobRun]) -> None:
-    """Advancing in pieces gives the losses of advancing at once; it ends with its steps."""
+    """The losses of a run in pieces equal those of one run; it ends after its steps."""
     pieces, whole = runs
     seen: list[int] = []
     for steps in (1, 4, 2, 23):
@@ -75,7 +75,7 @@ def test_a_run_goes_on_where_it_stopped(runs: list[JobRun]) -> None:
 
 
 def test_a_run_without_a_batch_is_refused() -> None:
-    """Where some were asked for."""
+    """It is refused if batches were asked for."""
     job = JOB()
     job.batches = []
     run = JobRun("serial", job, PLANS["serial"](), 1)
@@ -85,7 +85,7 @@ def test_a_run_without_a_batch_is_refused() -> None:
 
 
 def test_a_loss_that_is_not_finite_ends_the_training() -> None:
-    """At the end of the turn; the first such step is named."""
+    """It ends at the end of the turn; the error names the first such step."""
     job = JOB()
     run = JobRun("serial", job, PLANS["serial"](), 30)
     run.advance(3)
@@ -96,7 +96,7 @@ def test_a_loss_that_is_not_finite_ends_the_training() -> None:
 
 
 def test_turns_are_taken_fairly(runs: list[JobRun], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order changes from turn to turn; warming up is not timed; every step is taken."""
+    """The order changes from turn to turn; warming up is not timed; every step is made."""
     turns: list[tuple[str, int]] = []
     advance = JobRun.advance
 
@@ -121,7 +121,7 @@ def test_turns_are_taken_fairly(runs: list[JobRun], monkeypatch: pytest.MonkeyPa
 
 
 def test_one_bit_is_a_difference(runs: list[JobRun]) -> None:
-    """Of a loss, and so is a loss that only one run has; the first such step is named."""
+    """A loss with another bit, and a loss of one run only, count; the first such step is named."""
     one, two = runs
     one.advance(10)
     two.advance(9)
@@ -133,7 +133,7 @@ def test_one_bit_is_a_difference(runs: list[JobRun]) -> None:
 
 
 def _told(runs: list[JobRun], *turns: list[float]) -> list[list[str]]:
-    """The table's rows and the line on the speed, of turns of these speeds; others as they are."""
+    """Return the table's rows and the line on the speed, for turns of these speeds."""
     for run, speeds in zip(runs, turns, strict=True):
         run.losses, run.turns_s = [1.0, 0.5], [1 / speed for speed in speeds]
     head, _, *rest = report_of(runs).splitlines()
@@ -142,7 +142,7 @@ def _told(runs: list[JobRun], *turns: list[float]) -> list[list[str]]:
 
 
 def test_the_speed_is_that_of_the_table(runs: list[JobRun]) -> None:
-    """The table has the median of each; the line below the ratios of turns beside each other."""
+    """The table has each median; the line below has the ratios of neighbouring turns."""
     serial, pipelined, (told,) = _told(runs, [10, 8, 16], [20, 32, 24])
     assert serial[2:9] == ["10", "8", "to", "16", "1.0000", "to", "0.5000"]
     assert pipelined[2:9] == ["24", "20", "to", "32", "1.0000", "to", "0.5000"]
@@ -152,7 +152,7 @@ def test_the_speed_is_that_of_the_table(runs: list[JobRun]) -> None:
 
 
 def test_no_plan_is_called_faster_within_the_noise(runs: list[JobRun]) -> None:
-    """Where it was as slow in one turn as the other beside it, that is said, with the ratios."""
+    """If it was as slow as the other in one turn, the line says so, with the ratios."""
     more = "times as many steps per second"
     for serial, pipelined, why in [
         ([5], [50], "one turn has no range; train for more steps"),

@@ -1,4 +1,4 @@
-"""What commands measure of a workload, and what they say of a plan that was tuned for it."""
+"""The measurements of workloads by commands, and the text on a tuned plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTEXT: Any = SimpleNamespace(obj=None)
 
 
 class Unknown:
-    """A loader of a class of which nothing is known."""
+    """A loader of an unknown class."""
 
     def __iter__(self) -> Iterator[int]:
         return iter([1])
@@ -46,7 +46,7 @@ def test_the_image_model_is_measured_on_several_batches(monkeypatch: pytest.Monk
 def test_the_leading_pure_tasks_run_ahead_under_the_plan_pipelined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The loader, too, if it is apart; without such tasks, or without others, there is no plan."""
+    """The loader does, too, if it is apart; with only such tasks, or none, there is no plan."""
     pure = [PipelineTask(name, lambda ctx: None, pure=True) for name in ("read", "decode")]
     train = [PipelineTask(name, lambda ctx: None) for name in ("forward", "step")]
     module: Any = ModuleType("my_loop")
@@ -65,7 +65,7 @@ def test_the_leading_pure_tasks_run_ahead_under_the_plan_pipelined(
 
 
 def test_the_image_model_says_that_it_trains_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another device is refused; a loop of the user's own may have it."""
+    """Another device is refused; a loop of the user may have it."""
     monkeypatch.setattr(user_inputs, "resolve", lambda device: None)
     assert checked_device("images", None) == "cpu"
     assert checked_device("my_loop:loop", None) is None
@@ -75,7 +75,7 @@ def test_the_image_model_says_that_it_trains_on_the_cpu(monkeypatch: pytest.Monk
 
 
 def test_the_outcome_of_a_plan_is_compared_with_prediction_and_trial() -> None:
-    """By how much training took more or less time than either."""
+    """The output says by how much the training took more or less time than either."""
     plan = prefetch_plan(["load"], ["add"])
     tuned: Any = SimpleNamespace(chosen=Candidate("planned", plan, 8e3, rounds_us=(10e3,)))
     trained: Any = SimpleNamespace(steps_per_s=80.0)

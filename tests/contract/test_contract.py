@@ -1,9 +1,9 @@
-"""Every way to run a training does what its plain loop does, whatever is asked of it on the way.
+"""Every way to run a training gives the results of its plain loop, whatever happens on the way.
 
-A program is a list of acts: so many steps, a pass that is left, an evaluation in its middle, a
-checkpoint from which a new process goes on, a failure, a task whose outputs are replayed. The plain
-loop is never stopped: it knows no checkpoint. Losses, errors, ends of passes, parameters and the
-default generator's state must be equal, bit for bit.
+A program is a list of acts: a number of steps, leaving a pass, an evaluation in mid-pass, a
+checkpoint from which a new process continues, a failure, a task whose outputs are replayed. The
+plain loop is never stopped: it has no checkpoint. Losses, errors, ends of passes, parameters and
+the default generator's state must be equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from tests.support.budget import examples
 
 @dataclass(frozen=True)
 class Act:
-    """What is asked, and its argument, if it has one.
+    """One act of a program, with its argument, if any.
 
     "steps" has their number; "fail" a ``Failure``; "stumble" the row of the batch that the iterator
-    loses by an error, and after how many steps what is in flight is drained.
+    loses by an error, and the number of steps after which the pipeline is drained.
     """
 
     what: str
@@ -61,13 +61,13 @@ ACTS = st.one_of(
 )
 WITH_A_PASS = ("steps", "leave", "fail", "stumble")
 PHASES = (Phase.generate,)
-"""A program is short: to shrink one takes longer than to read it."""
+"""The most phases of a program. It is short, since shrinking takes longer than reading it."""
 
 PROGRAMS = st.lists(ACTS, min_size=1, max_size=8)
 
 
 class Trial:
-    """A program, run by swpipe and then by the plain loop, which follows it act for act.
+    """A program, run by swpipe and then by the plain loop, which repeats it act by act.
 
     Args:
         kind: The way to run.
@@ -85,7 +85,7 @@ class Trial:
         return Training(self._loader, draws=self._kind.draws and self._then.draws)
 
     def by_swpipe(self, program: list[Act]) -> dict[str, Any]:
-        """Note what comes of each act; the state in the end."""
+        """Run the program, record the result of each act, and return the final state."""
         way = self._kind(self._training())
         seed(2)
         replayed = failed = resumed = False
@@ -123,7 +123,7 @@ class Trial:
         return _end(way.training)
 
     def _is_refused_or_saved(self, way: Way) -> None:
-        """After a failure tasks of lost iterations may have changed the state, in mid-pass."""
+        """Save, unless that is refused since a failure has dropped iterations in mid-pass."""
         try:
             way.state_dict()
         except RuntimeError as refused:
@@ -131,7 +131,7 @@ class Trial:
                 raise
 
     def _resumed(self, way: Way) -> Way:
-        """In a new process, whose generator is anywhere."""
+        """Resume from a checkpoint, as a new process with other random states would."""
         saved = way.state_dict(), way.training.state_dict()
         draws = torch.get_rng_state()
         saved = through_a_file(saved)
@@ -146,7 +146,7 @@ class Trial:
         return way
 
     def by_plain_loop(self, program: list[Act]) -> dict[str, Any]:
-        """Make sure that all of it is what a plain loop gives; its state in the end."""
+        """Check the recorded results against a plain loop, and return its final state."""
         plain = PlainLoop(self._training())
         seed(2)
         found = iter(self.found)
@@ -171,7 +171,7 @@ class Trial:
         return _end(plain.training)
 
     def _leave(self, plain: PlainLoop, number: int) -> None:
-        """A pass that was resumed and has not begun cannot be left: the next one is its rest."""
+        """Leave the pass, unless it was resumed and has not begun: the next pass is its rest."""
         if number not in self.resumed_at:
             plain.leave()
 
@@ -188,7 +188,7 @@ class Trial:
 
 
 def _until_it_fails(of: Way | PlainLoop, failure: Failure) -> list[Any]:
-    """A pass with a failure, if it has that row: losses, and what came then."""
+    """Run a pass that fails at a row; return the losses and the error."""
     of.training.failing.at = failure
     found: list[Any] = []
     try:
@@ -201,7 +201,7 @@ def _until_it_fails(of: Way | PlainLoop, failure: Failure) -> list[Any]:
 
 
 def _past_the_error(of: Way | PlainLoop, row: int, drain_after: int) -> list[Any]:
-    """A pass whose iterator raises in place of the batch with that row: losses, and the error."""
+    """Run a pass whose iterator raises instead of a batch; return losses and the error."""
     of.training.failing.stumbles_at = row
     found: list[Any] = []
     while (outcome := of.next()) is not None:
@@ -213,7 +213,7 @@ def _past_the_error(of: Way | PlainLoop, row: int, drain_after: int) -> list[Any
 
 
 def seed(number: int) -> None:
-    """All default generators."""
+    """Seed all default generators."""
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
@@ -224,7 +224,7 @@ def _end(training: Training) -> dict[str, Any]:
 
 
 def assert_equal(wanted: Any, found: Any, act: Act) -> None:
-    """Structure, and each tensor in each bit."""
+    """Check that structures are equal, and tensors bit for bit."""
     wanted_leaves, wanted_tree = pytree.tree_flatten(wanted)
     found_leaves, found_tree = pytree.tree_flatten(found)
     assert found_tree == wanted_tree, act
@@ -240,11 +240,11 @@ if find_spec("torchrec"):
     KINDS = (*WAYS, *NAMED)
 CASES = [(kind, loader) for kind in KINDS for loader in kind.loaders]
 EXAMPLES, FEW = 10, 3
-"""How many programs each way runs; few where processes are started."""
+"""The number of programs that each way runs; few where processes are started."""
 
 
 def check(kind: type[Way], loader: Any, program: list[Act], then: type[Way] | None = None) -> None:
-    """One program, by both."""
+    """Run one program by swpipe and by the plain loop, and compare."""
     trial = Trial(kind, loader, then)
     end = trial.by_swpipe(program)
     assert_equal(trial.by_plain_loop(program), end, Act("end"))
@@ -256,7 +256,7 @@ def check(kind: type[Way], loader: Any, program: list[Act], then: type[Way] | No
 )
 @pytest.mark.parametrize(("kind", "loader"), CASES, ids=lambda one: getattr(one, "__name__", one))
 def test_a_way_to_run_does_what_the_plain_loop_does(kind: type[Way], loader: str) -> None:
-    """Whatever is asked of it."""
+    """This holds for any program of calls."""
 
     def programs(program: list[Act]) -> None:
         check(kind, loader, program)

@@ -1,4 +1,4 @@
-"""TorchRec's names, those of recsys-examples and HSTU, on a model without tables."""
+"""TorchRec's pipelines by name, those of recsys-examples, and HSTU, on a model without tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.contract.ways import Piped, Way
 
 
 class Named(Piped):
-    """``progress`` of a pipeline by name; the user's forward decodes, too."""
+    """``progress`` of a named pipeline, whose ``custom_model_fwd`` also decodes."""
 
     made: ClassVar[Any]
     options: ClassVar[dict[str, Any]] = {}
@@ -41,7 +41,7 @@ class Named(Piped):
 
 
 class _Steps:
-    """The optimizer, with the schedule, and what may fail before both."""
+    """An optimizer that steps the training, including its scheduler and planted failures."""
 
     def __init__(self, training: Training) -> None:
         self._training = training

@@ -1,4 +1,4 @@
-"""One small training as people write it, in a plain loop, and what it may be asked to do."""
+"""A small training in a plain loop, as users write it, and the acts that it supports."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from torch.utils.data import DataLoader, Dataset
 ROWS, WIDTH, SIZE = 20, 4, 3
 SCALE = 100
 BATCHES = -(-ROWS // SIZE)
-"""Of a pass."""
+"""The number of batches in a pass."""
 
 
 class Planned(Exception):
-    """A failure that a program asked for."""
+    """An error that a program asked for."""
 
 
 class Stumbled(Planned):
-    """An error of the iterator, which has lost a batch by it and goes on."""
+    """An error of an iterator that then continues, without the batch."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What fails at the batch that has this row: "loader", "decode" or "step"."""
+    """A failure of "loader", "decode" or "step" at the batch with this row."""
 
     where: str
     row: int
 
 
 class Failing:
-    """Fails where it was told to, until it is told otherwise."""
+    """The switch of planted failures."""
 
     at: Failure | None = None
     stumbles_at: int | None = None
-    """The row of the batch that iterators lose by an error, and go on."""
+    """The row of the batch that iterators lose by an error; then they go on."""
 
     def check(self, where: str, rows: Tensor) -> None:
         if self.at is None or self.at.where != where:
@@ -48,7 +48,7 @@ class Failing:
 
 
 class Stumbling:
-    """An iterator over a loader that goes on after its error, as a map-style loader's may."""
+    """An iterator over a loader that continues after its error, as a map-style loader's may."""
 
     def __init__(self, loader: Any, failing: Failing) -> None:
         self._inner, self._failing = iter(loader), failing
@@ -65,7 +65,7 @@ class Stumbling:
 
 
 class Rows(Dataset[Tensor]):
-    """Row n is [100 n, 100 n + 1, ...]."""
+    """A dataset whose row n is [100 n, 100 n + 1, ...]."""
 
     def __init__(self, failing: Failing) -> None:
         self._failing = failing
@@ -82,7 +82,7 @@ class Rows(Dataset[Tensor]):
 
 
 class NoisyRows(Rows):
-    """The same with noise, drawn from the default generator as they are read."""
+    """The same with noise from the default generator, drawn when a row is read."""
 
     def __getitem__(self, row: int) -> Tensor:
         return super().__getitem__(row) + torch.rand(WIDTH)
@@ -100,11 +100,11 @@ LOADERS: dict[str, Callable[[Failing], Any]] = {
     "workers": lambda failing: DataLoader(Rows(failing), SIZE, shuffle=True, num_workers=1),
     "drawing": lambda failing: DataLoader(NoisyRows(failing), SIZE, shuffle=True),
 }
-"""Makes of loaders; "drawing" draws in the middle of a pass."""
+"""The kinds of loaders; "drawing" draws in the middle of a pass."""
 
 
 class Training:
-    """Model, optimizer, scheduler and loader; a step in the order in which people write it."""
+    """Model, optimizer, scheduler and loader, with the parts of a training step."""
 
     def __init__(self, loader: str | Callable[[Failing], Any], *, draws: bool) -> None:
         torch.manual_seed(1)
@@ -117,7 +117,7 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.7)
 
     def decode(self, rows: Tensor) -> Tensor:
-        """Uses nothing else."""
+        """Scale a batch; use nothing else."""
         self.failing.check("decode", rows)
         return rows / (SCALE * ROWS)
 
@@ -134,7 +134,7 @@ class Training:
         self.scheduler.step()
 
     def evaluate(self) -> Tensor:
-        """As in the middle of an epoch."""
+        """Evaluate the model, as in the middle of an epoch."""
         self.model.eval()
         with torch.no_grad():
             found = self.model(torch.linspace(0, 1, 2 * WIDTH).view(2, WIDTH))
@@ -153,7 +153,7 @@ class Training:
 
 
 class PlainLoop:
-    """The loop without swpipe, which every way to run is compared with."""
+    """The loop without swpipe, the reference for every way to run."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -161,7 +161,7 @@ class PlainLoop:
         self.replayed: list[Tensor] | None = None  # decode's results, where one is replayed
 
     def next(self) -> Tensor | Stumbled | None:
-        """The loss of the next step, or the iterator's error; None at the end of a pass."""
+        """Return the loss of the next step, or the iterator's error; None at the end of a pass."""
         if self._iterator is None:
             self._iterator = Stumbling(self.training.loader, self.training.failing)
         try:
@@ -191,7 +191,7 @@ class PlainLoop:
 
 
 def through_a_file(state: Any) -> Any:
-    """What a checkpoint makes of it."""
+    """Return the state after saving it to a file and loading it."""
     file = io.BytesIO()
     torch.save(state, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=False)

@@ -1,4 +1,4 @@
-"""Every way to run the training, behind one interface."""
+"""All ways to run the training, behind one interface."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.contract.training import LOADERS, Stumbled, Stumbling, Training
 
 
 class Way:
-    """The training, run by swpipe.
+    """A way to run the training by swpipe.
 
     Attributes:
         loaders: The kinds of loader that it may have. Under a plan of the user's own, batches are
             pulled within ``progress``: what a loader draws there is the plan's author's business.
         draws: The model may draw as in the plain loop; a task with ``random=True`` has draws of its
             own.
-        fails: What may fail with nothing lost. Under a plan of the user's own an error of a task
-            comes at once, and what is in flight is dropped; earlier iterations, too.
-        goes_on: After an error of the iterator the next call goes on with it; a loop has ended.
-        drains: Has ``drain``.
-        replays: Has ``replay``, used where nothing is in flight.
+        fails: The calls that may fail without a loss. Under a plan of the user's own, an error of a
+            task comes at once, and all iterations in flight are dropped, also earlier ones.
+        goes_on: Whether the next call continues after an iterator's error; a loop has ended.
+        drains: Whether it has ``drain``.
+        replays: Whether it has ``replay``, which is used if nothing is in flight.
     """
 
     loaders: ClassVar[tuple[str, ...]] = tuple(LOADERS)
@@ -43,11 +43,11 @@ class Way:
         self._pass: Generator[Tensor | Stumbled] | None = None
 
     def _begin(self) -> Generator[Tensor | Stumbled]:
-        """A pass: the loss of each step, or an error of the iterator after which it goes on."""
+        """Return a generator of the losses of one pass, and of errors after which it continues."""
         raise NotImplementedError
 
     def next(self) -> Tensor | Stumbled | None:
-        """The loss of the next step, or the iterator's error; None at the end of a pass."""
+        """Return the loss of the next step, or the iterator's error; None at the end of a pass."""
         if self._pass is None:
             self._pass = self._begin()
         try:
@@ -59,21 +59,21 @@ class Way:
             raise
 
     def leave(self) -> None:
-        """Break off the pass."""
+        """Leave the pass."""
         if self._pass is not None:
             self._pass.close()
             self._pass = None
 
     def drain(self) -> list[Tensor]:
-        """Finish what is in flight: the losses."""
+        """Finish the iterations in flight, and return their losses."""
         raise NotImplementedError
 
     def replay(self, on: bool) -> None:
-        """Take decode's next result from then on instead of running it; or no longer."""
+        """Begin to replay decode's next result, or stop replaying."""
         raise NotImplementedError
 
     def state_dict(self) -> Any:
-        """What leads a new one to the next step."""
+        """Return the state from which a new object continues with the next step."""
         raise NotImplementedError
 
     def load_state_dict(self, state: Any) -> None:
@@ -94,7 +94,7 @@ class _Loop(Way):
             yield ctx.loss.detach()
 
     def state_dict(self) -> Any:
-        """After a pass that was left, of a new one: what a plain loop begins."""
+        """Return the state; after a pass that was left, that of a new pass, as in a plain loop."""
         return self.loop.state_dict(rest=None if self._pass is not None else False)
 
     def load_state_dict(self, state: Any) -> None:
@@ -106,7 +106,7 @@ class _Loop(Way):
 
 
 class Overlap(_Loop):
-    """``overlap``, where the loader is said to be apart."""
+    """``overlap`` with a loader that is declared to be apart."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
@@ -116,7 +116,7 @@ class Overlap(_Loop):
 
 
 class OverlapInTurn(_Loop):
-    """The same where nothing is said of it."""
+    """``overlap`` without a declaration for the loader."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
@@ -124,7 +124,7 @@ class OverlapInTurn(_Loop):
 
 
 class OverlapWithinBody(_Loop):
-    """The same, with all but decode in the body of the loop."""
+    """``overlap`` of decode, with the rest of the step in the body of the loop."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
@@ -156,7 +156,7 @@ class Ahead(_Loop):
 
 
 class AheadByWorkers(Ahead):
-    """The same with decode on three batches at once."""
+    """``ahead`` with decode on three batches at once."""
 
     workers = 3
 
@@ -236,7 +236,7 @@ class Piped(Way):
         (self.pipe.enable_shortcut if on else self.pipe.disable_shortcut)("decode")
 
     def state_dict(self) -> Any:
-        """Of a drained pipeline; the place in the data is the user's own, as in a plain loop."""
+        """Return the state of a drained pipeline, and the place in the data, as a user would."""
         return {"pipe": self.pipe.state_dict(), "done": self._done}
 
     def load_state_dict(self, state: Any) -> None:
@@ -250,21 +250,21 @@ class Piped(Way):
 
 
 class Serial(Piped):
-    """The same under the serial plan."""
+    """``progress`` under the serial plan."""
 
     def plan(self, tasks: list[PipelineTask]) -> PipelinePlan:
         return PipelinePlan.serial(tasks)
 
 
 class PulledByAGroup(Piped):
-    """The same where a thread of its own pulls."""
+    """``progress`` with a thread that pulls."""
 
     def plan(self, tasks: list[PipelineTask]) -> PipelinePlan:
         return piped(tasks, pull_group="loader")
 
 
 class PulledForWorkers(Piped):
-    """The same for three threads that decode."""
+    """``progress`` with a thread that pulls, and three threads that decode."""
 
     def plan(self, tasks: list[PipelineTask]) -> PipelinePlan:
         plan = piped(tasks, pull_group="loader")
@@ -273,7 +273,7 @@ class PulledForWorkers(Piped):
 
 
 class WithinCalls(Piped):
-    """The same where nothing runs between two calls."""
+    """``progress`` under a plan with ``within_calls``."""
 
     def plan(self, tasks: list[PipelineTask]) -> PipelinePlan:
         return piped(tasks, within_calls=True)
@@ -298,7 +298,7 @@ class Looped(_Loop):
 
 
 class Scheduled(Piped):
-    """Tasks with slots and lookaheads."""
+    """A ``SchedulablePipeline`` of tasks with slots."""
 
     replays = False
 
@@ -327,7 +327,7 @@ class Scheduled(Piped):
 
 
 class _Both:
-    """``progress`` and ``drain`` of one, the rest of the pipeline within."""
+    """A pipeline with the ``progress`` and ``drain`` of a ``SchedulablePipeline``."""
 
     def __init__(self, scheduled: SchedulablePipeline) -> None:
         self.progress, self.drain = scheduled.progress, scheduled.drain
@@ -338,7 +338,7 @@ class _Both:
 
 
 def piped(tasks: list[PipelineTask], **more: Any) -> PipelinePlan:
-    """The first task two stages ahead of the others, on a thread of its own."""
+    """Return a plan with the first task two stages ahead of the others, on its own thread."""
     first, *others = (task.name for task in tasks)
     return PipelinePlan(
         schedule={
@@ -351,7 +351,7 @@ def piped(tasks: list[PipelineTask], **more: Any) -> PipelinePlan:
 
 
 def tasks_of(training: Training) -> list[PipelineTask]:
-    """Decode is declared pure; of the others nothing is said."""
+    """Return the tasks; only decode has a declaration, ``pure``."""
 
     def decode(ctx: Any) -> None:
         ctx.x = training.decode(ctx.batch)
@@ -374,7 +374,7 @@ def tasks_of(training: Training) -> list[PipelineTask]:
 
 
 def trained(training: Training, rows: Tensor, x: Tensor) -> Tensor:
-    """The rest of a step, as a loop's body has it."""
+    """Run the rest of a step, as a loop's body does, and return the loss."""
     loss = training.forward(x)
     training.backward(loss)
     training.step(rows)

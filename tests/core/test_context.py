@@ -1,4 +1,4 @@
-"""Contexts of a class of the user's: in every kind of run, and what a class may not have."""
+"""Context classes of the user: in every kind of run, and what such a class may not have."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ BATCHES = [1, 2, 3, 4]
 
 
 class Ctx(TypedContext):
-    """Attributes, a default, a method, and a property that can be set."""
+    """A context with attributes, a default, a method, and a property with a setter."""
 
     x: torch.Tensor
     y: torch.Tensor
     hits: int = 0
 
     def double(self) -> torch.Tensor:
-        """Reads ``x``."""
+        """Return twice ``x``."""
         return 2 * self.x
 
     @property
     def total(self) -> float:
-        """Reads ``y``."""
+        """The value of ``y``."""
         return float(self.y.sum())
 
     @total.setter
@@ -53,19 +53,19 @@ class Ctx(TypedContext):
 
 @task
 def make(ctx: Ctx) -> None:
-    """Sets ``x``."""
+    """Set ``x``."""
     ctx.x = torch.full((2,), float(ctx.batch))
 
 
 @task
 def compute(ctx: Ctx) -> None:
-    """Reads ``x`` in a method; sets ``y`` in a property."""
+    """Read ``x`` by a method, and set ``y`` by a property."""
     ctx.total = float(ctx.double().sum())
 
 
 @task
 def count(ctx: Ctx) -> None:
-    """Reads ``y`` in a property; reads a default, and sets it."""
+    """Read ``y`` by a property; read and set an attribute with a default."""
     ctx.hits = ctx.hits + int(ctx.total)
 
 
@@ -82,12 +82,12 @@ HITS = [4 * batch for batch in BATCHES]
 
 
 def pipeline(plan: PipelinePlan = PLAN) -> SWPipeline[Ctx]:
-    """A pipeline with contexts of the class above."""
+    """Return a pipeline with contexts of the class above."""
     return SWPipeline(plan, TASKS, device="cpu", context=Ctx)
 
 
 def test_pipelined_and_serial_iterations_have_contexts_of_the_class() -> None:
-    """However an iteration comes out, its context is of the class; methods and properties work."""
+    """This holds for every way to get the context; methods and properties work."""
     with pipeline() as pipe:
         found = [
             [*pipe.iterate(BATCHES)],
@@ -110,7 +110,7 @@ def test_replays_and_traces_work_with_the_class() -> None:
 
 
 def test_profiles_and_autotune_work_with_the_class() -> None:
-    """They make pipelines and recordings of their own, with contexts of the class."""
+    """They make pipelines and recordings with contexts of the class."""
     with pipeline() as pipe:
         result = TaskProfiler(pipe).profile(1, num_warmup=1, num_measure=1, num_rounds=2)
     assert set(result.exposed_s) == {"make", "compute", "count"}
@@ -120,12 +120,12 @@ def test_profiles_and_autotune_work_with_the_class() -> None:
 
 
 def recorded(*tasks: PipelineTask, context: type[TypedContext] | None = Ctx) -> Recording:
-    """A recording with contexts of a class."""
+    """Return a recording with contexts of a class."""
     return record(tasks, 1, device="cpu", context=context)
 
 
 def effects(recording: Recording, name: str) -> tuple[set[str], set[str]]:
-    """The attributes that a task reads and writes."""
+    """Return the attributes that a task reads and writes."""
     found = recording.effects[name]
     reads, writes = (
         {str(place) for place in places if not place.persistent}
@@ -137,8 +137,8 @@ def effects(recording: Recording, name: str) -> tuple[set[str], set[str]]:
 def test_a_recording_sees_what_methods_and_properties_do() -> None:
     """It lists the attributes behind them, and neither methods nor properties themselves.
 
-    What every class has is no attribute; one with a default in the class is, before some task sets
-    it and after.
+    What every class has is no attribute. One with a default in the class is, before and after some
+    task sets it.
     """
     seen = Notes()
 
@@ -162,7 +162,7 @@ def test_a_recording_sees_what_methods_and_properties_do() -> None:
 def test_a_recorded_context_is_of_the_class_and_made_like_it() -> None:
     """``isinstance`` holds, ``__init__`` has run, and its attributes are not those of a task.
 
-    Who first asks for a cached property comes before who finds it there.
+    The task that first computes a cached property counts as its producer.
     """
 
     class Made(TypedContext):
@@ -196,7 +196,7 @@ def test_a_recorded_context_is_of_the_class_and_made_like_it() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_context_makes_on_the_device_is_there_for_every_stream(seed: int) -> None:
-    """Made on the caller's stream, with a batch on the host: other streams wait for it."""
+    """It is made on the caller's stream, with a batch on the host: other streams wait for it."""
     device = VirtualDevice(seed=seed)
 
     class Made(TypedContext):
@@ -222,25 +222,25 @@ def test_an_attribute_that_is_not_set_is_named() -> None:
 
 @dataclass
 class Data(TypedContext):
-    """A dataclass."""
+    """A context class that is a dataclass."""
 
     loss: float
 
 
 class Slotted(TypedContext):
-    """With slots."""
+    """A context class with slots."""
 
     __slots__ = ("loss",)
 
 
 class Shared(TypedContext):
-    """With a list for all iterations."""
+    """A context class with a list that all iterations share."""
 
     losses: list[float] = []  # noqa: RUF012
 
 
 class Greedy(TypedContext):
-    """Wants one argument too many."""
+    """A context class whose ``__init__`` takes a third argument."""
 
     def __init__(self, batch: Any, iter_idx: int, loss: float) -> None:
         super().__init__(batch, iter_idx)
@@ -259,7 +259,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("given", "text"), REFUSED, ids=lambda value: str(value)[:30])
 def test_a_class_that_cannot_be_used_is_refused(given: Any, text: str) -> None:
-    """By the pipeline and by the recording, with what to write instead."""
+    """The pipeline and the recording refuse it, and say what to write instead."""
     with pytest.raises(TypeError, match=text):
         SWPipeline(PLAN, TASKS, device="cpu", context=given)
     with pytest.raises(TypeError, match=text):
@@ -267,10 +267,10 @@ def test_a_class_that_cannot_be_used_is_refused(given: Any, text: str) -> None:
 
 
 def test_all_that_is_wrong_with_a_class_is_told_at_once() -> None:
-    """One line for each reason."""
+    """The error has one line for each reason."""
 
     class Both(Slotted, Shared):
-        """With slots and a list."""
+        """A context class with slots and a shared list."""
 
     with pytest.raises(TypeError) as raised:
         SWPipeline(PLAN, TASKS, device="cpu", context=Both)

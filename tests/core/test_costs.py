@@ -23,14 +23,14 @@ MODEL = CostModel(
 
 
 def test_json_gives_an_equal_model_back(tmp_path: Path) -> None:
-    """Text and file."""
+    """This holds for text and file."""
     assert CostModel.from_json(MODEL.to_json()) == MODEL
     MODEL.save(tmp_path / "costs.json")
     assert CostModel.load(tmp_path / "costs.json") == MODEL
 
 
 def test_a_cost_file_of_a_schedulable_pipeline_is_read() -> None:
-    """Its two times are those of the host and of the device."""
+    """Its two times are the host's and the device's."""
     read = CostModel.from_json(
         '{"h2d": {"cpu_us": 1.5, "gpu_us": 300}, "step": {"cpu_us": 0, "gpu_us": 2}}'
     )
@@ -51,13 +51,13 @@ def test_a_cost_file_of_a_schedulable_pipeline_is_read() -> None:
     ],
 )
 def test_a_cost_is_a_time(key: str, value: Any) -> None:
-    """Negative ones and what is no number are refused, naming the task and the value."""
+    """Negative numbers and non-numbers are refused, with the task and the value."""
     with pytest.raises(PlanError, match=f"task 'a': {key} is"):
         CostModel({"a": TaskCost(**{"host_us": 0, key: value})})
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
-    """Every cost, the lock held for longer than the task, names that are none."""
+    """The error lists every cost, a lock that is held longer than the task, and wrong names."""
     with pytest.raises(PlanError) as caught:
         CostModel(
             {
@@ -74,13 +74,13 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
 
 
 def test_missing_costs_are_named() -> None:
-    """All of them, with what there is."""
+    """The error lists all of them, and the existing ones."""
     with pytest.raises(PlanError, match=r"task 'gone' has no cost \(there are costs for: copy"):
         MODEL.of(["copy", "gone"])
 
 
 def test_the_mean_of_models_is_that_of_each_time() -> None:
-    """And what any of them uses is used; what blocks in any of them blocks."""
+    """A task of the mean uses, and is blocked by, all that it is in any of them."""
     other = CostModel(
         {
             "free": TaskCost(host_us=8),
@@ -100,7 +100,7 @@ def test_the_mean_of_models_is_that_of_each_time() -> None:
 
 
 def test_a_mean_is_of_models_of_the_same_tasks() -> None:
-    """One that lacks a task is told so; there is at least one."""
+    """A model that lacks a task is an error; at least one model is needed."""
     with pytest.raises(PlanError, match="task 'free' has no cost"):
         CostModel.mean([MODEL, CostModel({"copy": TaskCost()})])
     with pytest.raises(ValueError, match="models is empty"):
@@ -118,7 +118,7 @@ def test_a_mean_is_of_models_of_the_same_tasks() -> None:
     ],
 )
 def test_json_that_is_no_cost_model_is_refused(text: str, says: str) -> None:
-    """It says where."""
+    """The error says where."""
     with pytest.raises(PlanError, match=says):
         CostModel.from_json(text)
 
@@ -142,7 +142,7 @@ def test_tables_go_to_a_file_and_back() -> None:
 
 
 def test_tables_of_unequal_length_are_refused() -> None:
-    """With each length; a table that is no times is a problem of its task."""
+    """The error has each length; a table with non-times is an error of its task."""
     text = TABLES.to_json().replace("22", "22, 9")
     rule = "the tables of all tasks are of the same sampled iterations"
     lengths = r"read.host_each_us 3, train.device_each_us 2"
@@ -154,7 +154,7 @@ def test_tables_of_unequal_length_are_refused() -> None:
 
 
 def test_means_and_scaled_costs_keep_their_tables() -> None:
-    """Iteration by iteration; of models whose tables differ in length only the means are left."""
+    """They are kept by iteration; of models with tables of different length only the means are."""
     twice = TABLES.with_scaled({"read": 2.0})
     assert twice.tasks["read"].host_each_us == (4, 44)
     mean = CostModel.mean([TABLES, twice])

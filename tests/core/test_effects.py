@@ -1,4 +1,4 @@
-"""What tasks touch, and the conflicts that follow."""
+"""The effects of tasks, and the conflicts that follow from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_attribute_is_fought_over_within_an_iteration_only() -> None:
 
 
 def test_a_state_is_fought_over_from_one_iteration_to_the_next() -> None:
-    """The step after forward, forward after the step before, and the step after itself."""
+    """Step conflicts with forward and with itself, and forward with the previous step."""
     table = {"forward": touching(reads={MODEL}), "step": touching({MODEL}, {MODEL})}
     assert set(conflicts(table)) == {
         Conflict("step", "forward", 0, MODEL, "write after read"),
@@ -53,7 +53,7 @@ def test_a_state_is_fought_over_from_one_iteration_to_the_next() -> None:
     ],
 )
 def test_declared_states_are_effects(mode: Mode, effects: Effects) -> None:
-    """As their mode says; an effect without a state is for the shortcut alone."""
+    """Their mode counts; an effect without a state is for the shortcut only."""
     silent = DeclaredIO(capture=lambda: None, restore=lambda kept: None)
     task = PipelineTask("a", print, io=[DeclaredIO(state="model", mode=mode), silent])
     assert Declared.by([task]).effects == {"a": effects}
@@ -89,7 +89,7 @@ def test_a_declaration_must_make_sense(wrong: dict[str, object], says: str) -> N
 
 
 def test_undeclared_code_may_draw_and_touch_what_others_name() -> None:
-    """Whatever has no name, torch's generators, and each state that is not restricted."""
+    """It may use unnamed states, torch's generators, and each state without a restriction."""
     anything = {UNDECLARED, DRAWS}
     assert undeclared_effects() == Effects(frozenset(anything), frozenset(anything))
     model, log = Location("model", persistent=True), Location("log", persistent=True)

@@ -19,14 +19,14 @@ not_root = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhe
 
 
 def mode(path: Path) -> int:
-    """The permissions of a file."""
+    """Return the permissions of a file."""
     return stat.S_IMODE(path.stat().st_mode)
 
 
 def test_a_plan_or_model_that_cannot_be_saved_leaves_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in the middle of writing, or a full disk, in every writer; no other file is left."""
+    """Ctrl-C while a writer works, or a full disk, leave no other file either."""
 
     def interrupted(self: Path, text: str, **_: object) -> int:
         self.write_bytes(text.encode()[:10])
@@ -53,7 +53,7 @@ def test_a_plan_or_model_that_cannot_be_saved_leaves_the_file(
 
 
 def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
-    """Also where the file is not there yet."""
+    """This holds also if the file does not exist yet."""
     file, link = tmp_path / "folder" / "file", tmp_path / "link"
     file.parent.mkdir()
     link.symlink_to(file)
@@ -65,7 +65,7 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
 
 
 def test_permissions_stay_and_new_files_have_the_usual_ones(tmp_path: Path) -> None:
-    """Not those of a temporary file."""
+    """They are not those of a temporary file."""
     usual, kept = tmp_path / "usual", tmp_path / "kept"
     (tmp_path / "other").write_text("")
     write_atomically(usual, "x")
@@ -101,7 +101,7 @@ def test_a_writer_gets_a_file_of_the_same_kind(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
-    """A missing folder, a folder in a file's place; nothing is left of the look."""
+    """A missing folder and a folder in a file's place are found; the check leaves nothing."""
     (tmp_path / "file").write_text("kept")
     for good in ("new", "file"):
         check_writable(tmp_path / good)
@@ -113,7 +113,7 @@ def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
 
 @not_root
 def test_a_file_without_permission_is_not_replaced(tmp_path: Path) -> None:
-    """Though the folder would allow it."""
+    """It is not replaced, though the folder would allow it."""
     (tmp_path / "file").write_text("kept")
     (tmp_path / "file").chmod(0o444)
     with pytest.raises(PermissionError):
@@ -122,7 +122,7 @@ def test_a_file_without_permission_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_file_without_end_is_refused(tmp_path: Path) -> None:
-    """Of a wrong file no more is read than a plan could have."""
+    """No more is read of a wrong file than a plan could have."""
     with pytest.raises(PlanError, match="more than 1000 bytes"):
         read_text("/dev/zero", 1000)
     (tmp_path / "file").write_text("x" * 1000)

@@ -1,4 +1,4 @@
-"""Whatever a plan or a cost file contains: it is read, or refused with a short message."""
+"""Any plan or cost file is read, or refused with a short message."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ MODEL = CostModel({"a": TaskCost(host_us=30, gil_us=10, resources=("h2d",))}, ha
 
 
 def read_plan(text: str, *, toml: bool) -> None:
-    """Read, validate and compile a plan; every error is one that the readers name."""
+    """Read, validate and compile a plan; any error is of a type that the readers name."""
     try:
         plan = PipelinePlan.from_toml(text) if toml else PipelinePlan.from_json(text)
         resolved = validate(plan)
@@ -75,7 +75,7 @@ def read_plan(text: str, *, toml: bool) -> None:
 
 
 def read_costs(text: str) -> None:
-    """Read a cost model; sums of its times are finite."""
+    """Read a cost model, and check that sums of its times are finite."""
     try:
         model = CostModel.from_json(text)
     except (ValueError, RecursionError) as error:  # PlanError, and those of the parser
@@ -88,26 +88,26 @@ def read_costs(text: str) -> None:
 @examples("files", QUICK)
 @given(data=mostly(PLANS))
 def test_a_plan_of_any_values_is_read_or_refused(data: Any) -> None:
-    """Strange names, numbers and tables at every place of a plan."""
+    """The values are strange names, numbers and tables at every place of a plan."""
     read_plan(json.dumps(data), toml=False)
 
 
 @examples("files", QUICK)
 @given(text=edited(piped(3).to_toml()))
 def test_a_plan_of_any_toml_is_read_or_refused(text: str) -> None:
-    """A good file with a part of it replaced."""
+    """A part of a good file is replaced."""
     read_plan(text, toml=True)
 
 
 @examples("files", QUICK)
 @given(text=edited(piped(3).to_json()))
 def test_a_plan_of_any_json_is_read_or_refused(text: str) -> None:
-    """A good file with a part of it replaced."""
+    """A part of a good file is replaced."""
     read_plan(text, toml=False)
 
 
 @examples("files", QUICK)
 @given(text=COSTS.map(json.dumps) | edited(MODEL.to_json()))
 def test_costs_of_any_values_are_read_or_refused(text: str) -> None:
-    """Strange names and numbers, and a good file with a part of it replaced."""
+    """The values are strange names and numbers, or a part of a good file is replaced."""
     read_costs(text)

@@ -29,34 +29,34 @@ ROWS: Dataset[Any] = TensorDataset(torch.arange(12.0))
 
 
 class Stream(IterableDataset[Tensor]):
-    """Rows without a length."""
+    """A dataset of rows without a length."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.arange(12.0))
 
 
 class OwnSampler(Sampler[int]):
-    """Code of a user's."""
+    """A sampler of a user's own."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(12))
 
 
 class OwnLoader(DataLoader[Any]):
-    """A subclass, which may override anything."""
+    """A subclass of a loader, which may override anything."""
 
 
 class OwnList(list[Any]):
-    """Likewise."""
+    """A subclass of a list, which may override anything."""
 
 
 def loader(**options: Any) -> DataLoader[Any]:
-    """A loader with a worker."""
+    """Return a loader with a worker."""
     return DataLoader(ROWS, **({"num_workers": 1} | options))
 
 
 def generator() -> torch.Generator:
-    """One that a user gives."""
+    """Return a generator, as a user gives one."""
     return torch.Generator().manual_seed(0)
 
 
@@ -94,15 +94,15 @@ NOT_APART: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", [*APART, *NOT_APART])
 def test_what_is_known_to_be_apart(name: str) -> None:
-    """Sequences, and torch's loaders with workers and torch's samplers.
+    """These are sequences, and torch's loaders with workers and torch's samplers.
 
-    Nothing that runs code of its own in this process, or draws in mid-pass from what was given.
+    Nothing else is: it may run code in this process, or draw during the pass from its arguments.
     """
     assert is_apart({**APART, **NOT_APART}[name]()) == (name in APART)
 
 
 def test_a_given_generator_can_be_watched() -> None:
-    """It is told, and a loader whose generators are watched is apart."""
+    """Its draws are reported, and a loader whose generators are watched is apart."""
     given = generator()
     one = loader(sampler=RandomSampler(range(12), generator=given))
     assert generators_in_pass(one) == [given]
@@ -116,7 +116,7 @@ def changed(what: object, attribute: str, value: object) -> Callable[[], None]:
 
 
 def test_what_samplers_read_in_mid_pass_is_compared() -> None:
-    """Indices, sizes and samplers that are replaced are seen; what a pass reads once is not."""
+    """Replaced indices, sizes and samplers are seen; what a pass reads once is not compared."""
     indices, replaced = SubsetRandomSampler((0, 1, 2)), RandomSampler(range(12))
     batches = BatchSampler(indices, 2, drop_last=False)
     pulled = loader(batch_sampler=batches)

@@ -20,7 +20,7 @@ for _ in range(10_000):
     ids=["text", "number", "negative", "inside", "deep", "wide", "controls"],
 )
 def test_any_value_is_shown_in_short_on_one_line(value: object) -> None:
-    """Long, deep, with numbers that Python refuses to print, with escape codes."""
+    """Values may be long or deep, have numbers that Python refuses to print, or escape codes."""
     assert len(shown(value)) <= MOST_CHARACTERS
     assert shown(value).isprintable()
     assert shown(("it's", -1.5, None)) == repr(("it's", -1.5, None))
@@ -33,14 +33,14 @@ def test_a_long_text_loses_its_middle() -> None:
 
 
 def test_of_many_names_the_first_are_listed() -> None:
-    """And how many more there are."""
+    """The text has the number of further names."""
     assert listed([]) == "none"
     assert listed(["a", "b"]) == "a, b"
     assert listed([f"t{k}" for k in range(100)]).endswith(", t10, t11 and 88 more")
 
 
 def test_a_name_is_quoted_only_where_it_is_strange() -> None:
-    """Not printable, too long, or empty."""
+    """A strange name is not printable, too long, or empty."""
     assert plain("h2d") == "h2d"
     assert [plain(name) for name in ("", "a\n", 3)] == ["''", "'a\\n'", "3"]
     assert len(plain("x" * 10**5)) <= MOST_CHARACTERS
@@ -59,7 +59,7 @@ def test_a_plan_error_tells_as_many_problems_as_fit() -> None:
 
 
 def test_one_long_problem_is_told_in_short() -> None:
-    """Even the first problem has its bound, and is on one line."""
+    """Even the first problem has a limit, and is on one line."""
     error = PlanError([Problem("y" + "x\n" * 10**5)])
     assert error.in_one_line.startswith("yx x x")
     assert error.in_one_line.isprintable()

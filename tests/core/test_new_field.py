@@ -1,4 +1,4 @@
-"""A field that is added to ``TaskSchedule`` survives, and counts, without anybody naming it."""
+"""A field that is added to ``TaskSchedule`` is kept and compared without further changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swpipe.planning.modulo.auto import auto_plan
 
 @dataclass(frozen=True, slots=True)
 class Extended(TaskSchedule):
-    """A schedule with a field of each kind that a file can hold."""
+    """A schedule with a field of each type that a file can hold."""
 
     weight: int = 1
     cores: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ class Extended(TaskSchedule):
 
 @pytest.fixture(autouse=True)
 def extended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library as it would be with the fields."""
+    """Replace ``TaskSchedule`` in the library by the extended class."""
     for name, module in list(sys.modules.items()):
         if (
             name.startswith(("swpipe.", "bench."))
@@ -39,7 +39,7 @@ def extended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def paper() -> PipelinePlan:
-    """The paper's plan; each task has a weight of its own."""
+    """Return the paper's plan, with a weight for each task."""
     plan = recsys14.plan()
     schedule = {
         name: Extended(
@@ -57,14 +57,14 @@ def paper() -> PipelinePlan:
 
 
 def added(plan: PipelinePlan) -> dict[str, Any]:
-    """Task to what stands in the new fields."""
+    """Return the values of the new fields, by task."""
     entries: Any = plan.schedule
     return {name: (entry.weight, entry.cores, entry.note) for name, entry in entries.items()}
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".json"])
 def test_it_goes_to_a_file_and_back(tmp_path: Path, suffix: str) -> None:
-    """At any value, and at its default, where nothing is written."""
+    """It may have any value; a default is not written."""
     path = tmp_path / f"plan{suffix}"
     paper().save(path)
     assert PipelinePlan.load(path) == paper()
@@ -86,7 +86,7 @@ def test_ranks_must_agree_on_it() -> None:
 
 
 def test_published_planners_keep_it() -> None:
-    """Lists, lookaheads and the joint search move tasks, and leave the rest as it is."""
+    """Lists, lookaheads and the joint search move tasks, and keep everything else."""
     costs, limits = recsys14.costs(), recsys14.limits()
     plans = [
         list_schedule(paper(), costs).plan,
@@ -97,7 +97,7 @@ def test_published_planners_keep_it() -> None:
 
 
 def test_the_planner_keeps_it() -> None:
-    """Stages and thread groups are new, the rest is the plan's."""
+    """Stages and thread groups are new; everything else is the plan's."""
     costs = recsys14.costs()
     found = auto_plan(paper(), costs, limits=Limits(), effort=0.01, streams=False).plan
     assert found.schedule != paper().schedule
@@ -105,7 +105,7 @@ def test_the_planner_keeps_it() -> None:
 
 
 def test_new_plans_have_it() -> None:
-    """The serial plan and the inferred one, at its default."""
+    """The serial plan and the inferred one have it, with its default."""
     tasks = tuple(PipelineTask(name, print) for name in "ab")
     inferred = Recording(tasks, {}, {}, frozenset(), ()).plan()
     for plan in (PipelinePlan.serial(tasks), inferred):

@@ -1,4 +1,4 @@
-"""A plan is pure data: it reads and writes itself unchanged, and says at once what is malformed."""
+"""A plan is plain data: it reads and writes itself unchanged, and reports what is malformed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FIELDS: dict[str, Any] = {
     "keep": [],
     "run_ahead": 0,
 }
-"""A value of each field that a file may have, none of them a default."""
+"""A value of each field that a file may have; none is a default."""
 
 MAY_DIFFER = {"streams", "stale", "newer", "run_ahead"}
 """Fields that order nothing: ranks need not agree on them."""
@@ -55,7 +55,7 @@ def test_a_plan_goes_to_a_file_and_back_unchanged(
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_each_field_makes_another_plan(name: str) -> None:
-    """Whose digest is another one, if ranks must agree on it."""
+    """The digests differ, too, if ranks must agree on the field."""
     plain = PipelinePlan(piped().schedule, piped().deps)
     other = replace(plain, **{name: FIELDS[name]})
     assert other != plain
@@ -121,7 +121,7 @@ A = PipelineTask("a", print)
 
 
 def test_an_entry_is_replaced_by_the_task_or_its_name() -> None:
-    """The first edit that users make; it was refused as "scheduled twice"."""
+    """It is the first edit that users make; it was refused as "scheduled twice"."""
     plan = PipelinePlan({A: TaskSchedule(), "b": TaskSchedule(1)})
     for key in ("a", A):
         edited = replace(plan, schedule={**plan.schedule, key: TaskSchedule(1, "copy")})
@@ -130,7 +130,7 @@ def test_an_entry_is_replaced_by_the_task_or_its_name() -> None:
 
 
 def test_a_schedule_is_read_by_the_task_or_its_name() -> None:
-    """Also after a copy, and by what takes a default."""
+    """This holds after a copy, too, and for methods with a default."""
     plan = PipelinePlan({A: TaskSchedule(3), "b": TaskSchedule(1)})
     for schedule in (
         plan.schedule,
@@ -145,14 +145,14 @@ def test_a_schedule_is_read_by_the_task_or_its_name() -> None:
 
 
 def test_a_plan_has_the_tasks_of_its_keys_and_of_its_argument() -> None:
-    """A key that was a task had hidden all that were given beside it."""
+    """A key that was a task once hid all tasks in the argument."""
     b = PipelineTask("b", print)
     assert PipelinePlan({A: TaskSchedule(), "b": TaskSchedule()}, tasks=[A, b]).tasks == (A, b)
     assert PipelinePlan({A: TaskSchedule(), "b": TaskSchedule()}, tasks=[b]).tasks == (b, A)
 
 
 def test_costs_are_given_and_read_by_the_task_or_its_name() -> None:
-    """As in a schedule."""
+    """They behave like a schedule."""
     costs = CostModel({A: TaskCost(3.0)})  # type: ignore[dict-item]
     assert costs.tasks[A] == costs.tasks["a"] == TaskCost(3.0)  # type: ignore[index]
     assert costs.of([A]) == {"a": TaskCost(3.0)}
@@ -181,7 +181,7 @@ def test_text_that_does_not_parse_keeps_line_and_column() -> None:
 
 
 def test_two_tasks_of_one_name_are_seen_to_be_two() -> None:
-    """As keys of a schedule they once fell together before anyone could refuse the second."""
+    """As keys of a schedule they once merged before the second could be refused."""
     one, other = PipelineTask("a", print), PipelineTask("a", len)
     with pytest.raises(PlanError, match="two tasks are named 'a'"):
         PipelinePlan({one: TaskSchedule(), other: TaskSchedule()})
@@ -190,7 +190,7 @@ def test_two_tasks_of_one_name_are_seen_to_be_two() -> None:
 
 
 def test_thread_groups_come_as_tasks_name_them_the_callers_first() -> None:
-    """The caller's own is there even where no task is on it."""
+    """The caller's own is listed even if no task is on it."""
     plan = PipelinePlan(
         {name: TaskSchedule(thread_group=group) for name, group in (("a", "io"), ("b", "dist"))}
     )

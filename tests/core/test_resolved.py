@@ -1,4 +1,4 @@
-"""What follows from a plan is derived once."""
+"""The properties of a plan are derived once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ A_B = {"a": TaskSchedule(), "b": TaskSchedule()}
 
 
 def test_making_a_pipeline_resolves_its_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Printing and tracing take what was derived then; two sorts are all there are."""
+    """Printing and tracing use the results of then; two sorts are enough."""
     calls = []
 
     def counted(of: Any, name: str) -> None:
@@ -43,7 +43,7 @@ def test_making_a_pipeline_resolves_its_plan_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_dependences_have_distance_and_lag() -> None:
-    """Those of the same iteration, and those that order a period, are told apart."""
+    """Dependences within an iteration and those that order a period are distinct."""
     plan = PipelinePlan(
         {"a": TaskSchedule(), "b": TaskSchedule(1), "c": TaskSchedule(1)},
         deps=[("b", "a"), ("c", "b")],
@@ -83,7 +83,7 @@ def test_the_serial_order_is_as_given_where_it_may() -> None:
     ],
 )
 def test_a_cycle_says_what_forms_it(plan: PipelinePlan, cause: str) -> None:
-    """The dependences of an iteration, those of a period, or the plan's order."""
+    """It names the dependences of an iteration, those of a period, or the plan's order."""
     with pytest.raises(CycleError, match="after") as caught:
         resolve_plan(plan)
     assert str(caught.value) in ("'a' after 'b' after 'a'", "'b' after 'a' after 'b'")
@@ -94,7 +94,7 @@ def test_a_cycle_says_what_forms_it(plan: PipelinePlan, cause: str) -> None:
 def test_a_plan_of_many_tasks_is_compared_pair_by_pair_nowhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where no task declares a state, nothing is compared to look for races."""
+    """If no task declares a state, nothing is compared to find races."""
     from swpipe.analysis import happens_before
 
     monkeypatch.setattr(happens_before, "_Walk", None)  # a call would raise

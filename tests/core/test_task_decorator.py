@@ -23,13 +23,13 @@ NOTE = DeclaredIO(state="log")
 
 @task
 def double(ctx: Any) -> None:
-    """Sets ``y``."""
+    """Set ``y`` to twice the batch."""
     ctx.y = 2 * ctx.batch
 
 
 @task(io=[NOTE], random=True)
 def noise(ctx: Any) -> None:
-    """Sets ``noise``."""
+    """Set ``noise``."""
     ctx.noise = float(torch.rand(()))
 
 
@@ -37,7 +37,7 @@ def test_a_bare_decorator_makes_a_task_of_the_functions_name() -> None:
     """The other fields have their defaults, and the function is the task's."""
     assert isinstance(double, PipelineTask)
     assert (double.name, double.io, double.random) == ("double", (), False)
-    assert double.fn.__doc__ == "Sets ``y``."
+    assert double.fn.__doc__ == "Set ``y`` to twice the batch."
 
 
 def test_a_decorator_with_arguments_sets_the_fields() -> None:
@@ -57,7 +57,7 @@ def test_every_field_of_a_task_is_an_argument() -> None:
 
 
 def test_a_task_is_called_like_its_function() -> None:
-    """In a plain loop a decorated function does what it did."""
+    """In a plain loop a decorated function behaves as before."""
     ctx = IterContext(3, 0)
     assert double(ctx) is None  # type: ignore[func-returns-value]
     assert ctx.y == 6
@@ -67,18 +67,18 @@ def test_a_task_is_called_like_its_function() -> None:
 
 
 def test_a_method_is_refused_with_the_mend() -> None:
-    """In the body of a class the decorator would get a function that lacks its object."""
+    """In the body of a class, the decorator would get a function without its object."""
     with pytest.raises(ValueError, match=r"Job\.read is a method.*PipelineTask\('read', obj\.read"):
 
         class Job:
             @task  # type: ignore[arg-type]
             def read(self, ctx: Any) -> None:
-                """Sets nothing."""
+                """Do nothing."""
 
 
 @pytest.mark.parametrize("given", ["forward", 3, [print]])
 def test_what_cannot_be_called_is_refused(given: Any) -> None:
-    """A name in the place of the function, too."""
+    """This includes a name in place of the function."""
     with pytest.raises(TypeError, match="a task is a function of the context, not .*name="):
         task(given)
 
@@ -92,7 +92,7 @@ def test_a_function_without_a_name_needs_one() -> None:
 
 
 def test_a_pure_task_may_read_a_state() -> None:
-    """To write one would be a contradiction."""
+    """A pure task that writes a state would be a contradiction."""
     pure = PipelineTask("a", print, io=[DeclaredIO(state="log", mode="r")], pure=True)
     assert not pure.undeclared
     for mode in ("w", "rw"):
@@ -102,7 +102,7 @@ def test_a_pure_task_may_read_a_state() -> None:
 
 
 def test_a_task_that_says_nothing_is_undeclared() -> None:
-    """Neither random numbers nor a value that is put back say what else it touches."""
+    """Neither ``random`` nor a restored value says what else it uses."""
     restored = DeclaredIO(capture=lambda: None, restore=print)
     undeclared = [
         PipelineTask("a", print),

@@ -1,4 +1,4 @@
-"""What tasks hold, as data."""
+"""The memory of tasks, as data."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ MEMORY = TaskMemory(
 
 
 def test_costs_carry_it_in_their_file() -> None:
-    """As JSON, and back."""
+    """They are saved as JSON and read back."""
     costs = CostModel({"read": TaskCost(1), "step": TaskCost(2)}, memory=MEMORY)
     assert CostModel.from_json(costs.to_json()) == costs
 
 
 def test_what_a_serial_loop_holds() -> None:
-    """Of a block that the next iteration frees, that of the one before as well."""
+    """For a block that the next iteration frees, the previous iteration's counts, too."""
     assert MEMORY.held(["read", "step"]) == [4 + 8 + 100, 4 + 8 + 2 * 100, 4 + 100]
     assert MEMORY.serial_peak(["read", "step"]) == 162
 
 
 def test_the_mean_of_costs_has_the_largest() -> None:
-    """Of those that are known."""
+    """Only the known ones count."""
     one, none = CostModel({"read": TaskCost(1), "step": TaskCost(2)}, memory=MEMORY), TaskMemory()
     assert (
         CostModel.mean([one, CostModel(one.tasks), CostModel(one.tasks, memory=none)]).memory
@@ -54,6 +54,6 @@ def test_the_mean_of_costs_has_the_largest() -> None:
     ],
 )
 def test_other_data_is_refused(data: Any, message: str) -> None:
-    """With what is wrong."""
+    """The error says what is wrong."""
     with pytest.raises(PlanError, match=message):
         CostModel.from_json(f'{{"tasks": {{}}, "memory": {data}}}')

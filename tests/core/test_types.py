@@ -1,4 +1,4 @@
-"""What a type checker sees: ``mypy --strict`` over small programs of a user."""
+"""The view of a type checker: ``mypy --strict`` over small programs of a user."""
 
 from __future__ import annotations
 
@@ -169,13 +169,13 @@ PROGRAMS = {"typed": TYPED, "free": FREE, "misspelt": MISSPELT, "wrong": WRONG}
 
 
 def marked(text: str) -> list[int]:
-    """The lines at which a program is wrong."""
+    """Return the lines at which a program is wrong."""
     return [n for n, line in enumerate(text.splitlines(), 1) if line.endswith("# here")]
 
 
 @pytest.fixture(scope="module", name="errors")
 def errors_by_line(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]:
-    """What ``mypy --strict`` reports of each program: line to message."""
+    """Return the errors of ``mypy --strict`` in each program, by line."""
     folder = tmp_path_factory.mktemp("types")
     (folder / "mypy.ini").write_text(CONFIG)
     for name, text in PROGRAMS.items():
@@ -205,12 +205,12 @@ def test_a_right_program_has_no_errors(program: str, errors: dict[str, dict[int,
 
 
 def test_a_misspelt_attribute_is_found(errors: dict[str, dict[int, str]]) -> None:
-    """Read or set, in a task and outside, with its line."""
+    """It is found when read or set, in a task and outside, with its line."""
     assert sorted(errors["misspelt"]) == marked(MISSPELT)
     assert all('"Ctx" has no attribute "lsos"' in each for each in errors["misspelt"].values())
 
 
 def test_each_wrong_call_is_found(errors: dict[str, dict[int, str]]) -> None:
-    """Misspelt names, wrong types and missing arguments over the public surface."""
+    """These are misspelt names, wrong types and missing arguments over the public interface."""
     assert sorted(errors["wrong"]) == marked(WRONG)
     assert len(marked(WRONG)) >= 35

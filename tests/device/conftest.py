@@ -1,4 +1,4 @@
-"""Which kinds of device this process has (see ``kinds``), and what runs on which."""
+"""The kinds of device in this process (see ``kinds``), and the tests that run on each."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ HERE = Path(__file__).parent
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What is about the kinds that this process has not."""
+    """Ignore tests of kinds of device that this process does not have."""
     apart: bool = config.getoption("--accelerator")
     return True if collection_path == HERE / ("virtual" if apart else "accelerator") else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``kind`` is each of them, ``device`` a new device of each that has streams."""
+    """Parametrize ``kind`` with all kinds, and ``device`` with a device per kind with streams."""
     here = kinds.APART if metafunc.config.getoption("--accelerator") else kinds.HERE
     if {"kind", "guard"} <= {*metafunc.fixturenames}:
         from tests.device.virtual.guards import GUARDS
@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs an accelerator where there is none."""
+    """Skip tests that need an accelerator if there is none."""
     reason = backend.why_not() if SIMULATED else None
     if config.getoption("--accelerator") and reason is not None:
         for item in items:
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[object]:
-    """A new device with streams; a virtual one looks whether its rules were kept."""
+    """A new device with streams; a virtual one checks at the end whether its rules were kept."""
     kind: Kind = request.param
     assert kind.new is not None
     made = kind.new()

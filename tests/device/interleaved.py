@@ -1,4 +1,4 @@
-"""Random cases without streams: host waits alone have to do, whatever the threads' order."""
+"""Random cases without streams: host waits alone must suffice, in any order of the threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.strategies import Case
 
 
 def wrong_on_cpu(case: Case) -> object:
-    """Whether numbers or states are not the serial ones; or what the run raised."""
+    """Return whether outputs or states differ from the serial ones, or the error of the run."""
     host = ExploringHost(case.seed)
     plain, machine = PlainMachine(case.workload), PlainMachine(case.workload)
     machine.pause = host.pause  # type: ignore[method-assign]

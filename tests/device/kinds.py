@@ -1,10 +1,10 @@
-"""The kinds of device that the suite runs on, and what each finds wrong with a random case.
+"""The kinds of device on which the tests run, and their checks of a random case.
 
     cpu          no streams; threads interleave as badly as can be
-    virtual      streams are as late and in as odd an order as the events allow, and so are threads,
-                 every third time; it knows its rules
-    accelerator  CUDA, or else the test backend: streams are asynchronous for real, and memory that
-                 was freed is poisoned. In a process of its own, which sees it for ever
+    virtual      streams run as late and in as unusual an order as the events allow, and so do
+                 threads in every third case; the device checks its rules
+    accelerator  CUDA, or else the test backend: streams are really asynchronous, and freed memory
+                 is poisoned; in a process of its own, since it cannot be unloaded
 
 A process has the first two, or with ``--accelerator`` the third.
 """
@@ -22,10 +22,10 @@ from tests.device.virtual import VirtualDevice
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind.
+    """A kind of device.
 
     Attributes:
-        name: What it is.
+        name: The name of the kind.
         new: A new device of it; None where it has no streams.
         run: Runs a random case; what is wrong, or something false.
         plans: How many random plans run in one go; without a guard that has no case of its own
@@ -70,5 +70,5 @@ APART = (Kind("accelerator", _accelerator, _on_accelerator, plans=20),)
 
 
 def pipeline(plan: PipelinePlan, device: Device) -> SWPipeline[Any]:
-    """A pipeline on a device."""
+    """Return a pipeline on a device."""
     return SWPipeline(plan, device=device)

@@ -1,4 +1,4 @@
-"""The copy of batches, and the buffers that it writes again, on a device that is late."""
+"""The copy of batches, and the buffers that it reuses, on a device that is late."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from swpipe.device.pinned_pool import PinnedPool, Transfer, _Buffer
 
 
 class Reached:
-    """An event that is reached when a test says so, or after some looks.
+    """An event that is reached on a test's request, or after a number of queries.
 
     Attributes:
         reached: Whether it is.
-        looks: After so many looks it is reached by itself; None for never.
-        recorded: How often it was recorded.
+        looks: The number of queries after which it is reached; None for never.
+        recorded: The number of times that it was recorded.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Reached:
 
 
 class LateDevice(CpuDevice):
-    """A device that reads what it copies from when its events are reached; it is named "meta"."""
+    """A device, named "meta", that reads the sources of copies when its events are reached."""
 
     name = "meta"
     pins_memory = True
@@ -57,10 +57,10 @@ class LateDevice(CpuDevice):
 
 
 class Pool(PinnedPool):
-    """One whose buffers are not pinned, which takes an accelerator.
+    """A pool whose buffers are not pinned, since pinning needs an accelerator.
 
     Attributes:
-        buffers: All that were made.
+        buffers: All buffers that were made.
     """
 
     def __init__(self, device: LateDevice, most: int) -> None:
@@ -80,7 +80,7 @@ class Pool(PinnedPool):
 
 
 def test_a_buffer_is_written_again_when_the_copies_from_it_have_ended() -> None:
-    """Until then another one is written; each copy is recorded once."""
+    """Until then another buffer is written; each copy is recorded once."""
     device = LateDevice()
     pool = Pool(device, most=3)
     for number in (1, 2):
@@ -96,7 +96,7 @@ def test_a_buffer_is_written_again_when_the_copies_from_it_have_ended() -> None:
 
 
 def test_the_host_waits_for_the_oldest_buffer_where_there_are_as_many_as_allowed() -> None:
-    """And for no younger one."""
+    """It waits for no younger buffer."""
     device = LateDevice()
     pool = Pool(device, most=2)
     for number in (1, 2):
@@ -108,7 +108,7 @@ def test_the_host_waits_for_the_oldest_buffer_where_there_are_as_many_as_allowed
 
 
 def test_a_copy_that_fails_keeps_its_buffer_until_the_device_has_read_it() -> None:
-    """What was submitted before the failure still reads it."""
+    """The part that was submitted before the failure still reads it."""
     device = LateDevice()
     pool = Pool(device, most=2)
     wrong = Transfer(torch.ones(2), torch.ones(3))
@@ -120,7 +120,7 @@ def test_a_copy_that_fails_keeps_its_buffer_until_the_device_has_read_it() -> No
 
 
 def test_copies_have_the_values_and_strides_of_their_sources() -> None:
-    """Several tensors in one buffer, of all types, sizes and layouts of memory."""
+    """One buffer has several tensors, of all types, sizes and memory layouts."""
     sources = [
         torch.arange(5, dtype=torch.int64),
         torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
@@ -135,7 +135,7 @@ def test_copies_have_the_values_and_strides_of_their_sources() -> None:
 
 
 def test_a_batch_that_does_not_fit_gets_a_larger_buffer() -> None:
-    """In the place of the one that was free."""
+    """It replaces the buffer that was free."""
     device = LateDevice()
     pool = Pool(device, most=1)
     pool.copied(torch.ones(4))
@@ -146,7 +146,7 @@ def test_a_batch_that_does_not_fit_gets_a_larger_buffer() -> None:
 
 
 class Noting(PinnedPool):
-    """A pool that notes what it is to copy."""
+    """A pool that records the tensors to copy."""
 
     def __init__(self) -> None:
         self.sources: list[Tensor] = []
@@ -156,7 +156,7 @@ class Noting(PinnedPool):
 
 
 def test_only_ordinary_tensors_go_through_buffers() -> None:
-    """What autograd has to see, has no elements, or is there already, is moved by itself."""
+    """Tensors that autograd watches, without elements, or on the device are moved directly."""
     copy = BatchCopy(LateDevice(), ("x",), 2)
     pool = copy._pool = Noting()
     plain, leaf, empty = torch.ones(2), torch.ones(2, requires_grad=True), torch.ones(0)
@@ -187,7 +187,7 @@ class Owned:
 
 
 def test_an_object_is_moved_by_itself_from_pinned_memory() -> None:
-    """One that returns nothing is an error that says what to mend."""
+    """A ``to`` that returns nothing is an error that says what to fix."""
     ctx = SimpleNamespace(x=Owned("cpu"))
     BatchCopy(LateDevice(), ("x",), 2)(ctx)
     assert ctx.x.place == torch.device("meta")
@@ -199,7 +199,7 @@ def test_an_object_is_moved_by_itself_from_pinned_memory() -> None:
 
 
 def test_a_copy_says_what_it_is_given_wrong() -> None:
-    """Names of attributes, and one buffer at least; on the CPU it does nothing."""
+    """Names of attributes and at least one buffer are needed; on the CPU the task does nothing."""
     with pytest.raises(TypeError, match="copy_task takes names of attributes, not 3"):
         copy_task("cpu", 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="buffers is 0: give 1 or more"):
@@ -215,7 +215,7 @@ def test_a_copy_says_what_it_is_given_wrong() -> None:
 
 
 def test_batches_of_a_list_are_pinned_if_the_first_is() -> None:
-    """A loader that is not apart gives nobody knows what."""
+    """A loader that is not apart may yield anything."""
     assert not gives_pinned([torch.ones(2)])
     assert gives_pinned([torch.ones(2, device="meta")])
     assert gives_pinned([1])

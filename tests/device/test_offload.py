@@ -1,4 +1,4 @@
-"""What an offload refuses, and that it does nothing on a device without streams."""
+"""Cases that an offload refuses; it does nothing on a device without streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_nothing_is_moved_on_a_cpu() -> None:
 
 
 def test_a_pair_names_tasks_that_are_there() -> None:
-    """The message has the name and the tasks."""
+    """The message has the name and the existing tasks."""
     for pair in (Offload("x", "a", "e", "cpu"), Offload("x", "f", "d", "cpu")):
         for refused in (
             lambda pair=pair: offloaded(TASKS, [pair]),
@@ -33,13 +33,13 @@ def test_a_pair_names_tasks_that_are_there() -> None:
 
 
 def test_what_outlives_iterations_is_said_in_full() -> None:
-    """Where it goes, and its state, belong to it."""
+    """Its place and its state are both needed."""
     with pytest.raises(ValueError, match="give all three"):
         Offload("x", "a", "d", "cpu", state="moments", freed="b")
 
 
 def test_a_restore_overlaps_the_task_before_its_user_and_no_more() -> None:
-    """It comes after the task before that one, in the plan's dependences and its order."""
+    """It comes after the task before that one, in the plan's dependences and in its order."""
     plan = with_offload(PipelinePlan.serial(TASKS), [Offload("x", "a", "d", "cpu")])
     assert plan.order == ("a", "stash x", "b", "restore x", "c", "d")
     assert {("restore x", "b"), ("restore x", "stash x"), ("d", "restore x")} <= {*plan.deps}

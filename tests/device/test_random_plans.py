@@ -1,4 +1,4 @@
-"""Random plans give the serial run's numbers on any device; without a guard some of them do not."""
+"""Random plans give the serial run's numbers on any device; some do not without a guard."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ QUICK = {
     worked_case: (*range(20), 43),
     hosted_case: (*range(20), 100),
 }
-"""Seeds of a few of them; 43 is the first in which workers share memory that waits, 100
-the first in which a task of the host removes what a stream still reads."""
+"""Some of the seeds. 43 is the first in which workers share memory that waits; 100 is the first in
+which a task of the host removes what a stream still reads."""
 
 SEEDS_TO_TRY = 200
-"""Among how many random plans the loss of a guard must show; most show within ten."""
+"""The number of random plans of which one must show the loss of a guard; ten mostly suffice."""
 
 
 @pytest.mark.parametrize("cases", RANDOM)
 def test_a_few_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(
     kind: Kind, cases: Callable[[int], Case]
 ) -> None:
-    """The small part of the next test: without any one of the guards some of these go wrong."""
+    """This is a small part of the next test: without one of the guards, some plans fail."""
     assert {seed: wrong for seed in QUICK[cases] if (wrong := kind.run(cases(seed)))} == {}
 
 
@@ -43,10 +43,10 @@ def test_a_few_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(
 def test_random_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(
     kind: Kind, cases: Callable[[int], Case]
 ) -> None:
-    """Outputs, states and draws; also where values go early, or are saved outside of the context.
+    """Outputs, states and draws are equal, also with early freeing and offloaded memory.
 
     Streams are late and events adversarial: no race, early wait, use after free, or running ahead.
-    Seeded, so that a failure names what to run again.
+    The seed of a failure says what to run again.
     """
     assert {
         seed: wrong for seed in seeds("plans", kind.plans) if (wrong := kind.run(cases(seed)))
@@ -57,9 +57,9 @@ def test_random_plans_break_no_rule_of_the_device_and_give_the_serial_numbers(
 def test_each_guard_stands_and_is_missed(
     kind: Kind, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same case goes wrong without the guard, and is right with it.
+    """The same case fails without the guard, and passes with it.
 
-    The virtual device finds what the guard was to prevent; on others something is wrong.
+    The virtual device detects what the guard prevents; on other devices a result is wrong.
     """
 
     def run(seed: int) -> object:

@@ -1,4 +1,4 @@
-"""Threads stand on the streams that the plan names, on any device that has some."""
+"""Tasks run on the streams that the plan names, on any device with streams."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_work_on_the_callers_stream_stays_there(device: Device) -> None:
 
 
 class Streams:
-    """Which streams were current, by who looked; each as a number."""
+    """The numbers of the streams that were current, by observer."""
 
     def __init__(self, device: Device) -> None:
         self.seen: dict[str, set[int]] = defaultdict(set)
@@ -40,7 +40,7 @@ class Streams:
         self.seen[name].add(number_of(self._device.current_stream()))
 
     def task(self, name: str, astray: Any = None) -> PipelineTask:
-        """A task that notes it, and may leave another stream current."""
+        """Return a task that records its stream, and may leave another stream current."""
 
         def fn(ctx: IterContext) -> None:
             self.note(name)
@@ -51,7 +51,7 @@ class Streams:
 
 
 def number_of(stream: Any) -> int:
-    """Torch's, which tells streams apart whatever object stands for one."""
+    """Return torch's number of a stream, which distinguishes streams with several objects."""
     return getattr(stream, "stream_id", id(stream))
 
 
@@ -81,7 +81,7 @@ def test_tasks_run_on_the_stream_that_the_plan_names(device: Device) -> None:
 def test_a_task_that_leaves_another_stream_current_misleads_nobody(
     device: Device, group: str
 ) -> None:
-    """Neither the tasks after it, nor the user's iterator, nor the caller."""
+    """It misleads neither the next tasks, nor the user's iterator, nor the caller."""
     mine, astray = device.current_stream(), device.new_stream(StreamSpec())
     streams = Streams(device)
 
@@ -110,7 +110,7 @@ def test_a_task_that_leaves_another_stream_current_misleads_nobody(
 
 
 def test_another_current_stream_in_mid_flight_is_refused(device: Device) -> None:
-    """The stream on which the pipeline was filled is the one that retirement joins."""
+    """Retirement joins the stream on which the pipeline was filled."""
     plan = PipelinePlan({PipelineTask("a", lambda ctx: None): TaskSchedule(0, "side")})
     data = iter(range(4))
     with pipeline(plan, device) as pipe:

@@ -20,7 +20,7 @@ _LESS = {
     "README.md": ("torch.randint(50, (1600,", "torch.randint(50, (320,"),
     "rollouts.py": ("worker_processes(rollout, 4)", "worker_processes(rollout, 2)"),
 }
-"""What takes long for figures that no test compares, and less of it, by page or example."""
+"""Replacements that shorten measurements whose figures no test compares, by page or example."""
 
 _FENCE = re.compile(r"^(`{3,}|:{3,})([^\n]*)\n(.*?)^\1 *$", re.DOTALL | re.MULTILINE)
 
@@ -32,7 +32,7 @@ class Block(NamedTuple):
 
     Attributes:
         line: The line it starts on, from 1.
-        kind: What follows the fence: the language, or a directive with its argument.
+        kind: The text after the fence: the language, or a directive with its argument.
         code: Its text; for an included example, that of the file.
         before: The text between the block before it and this one.
     """
@@ -44,18 +44,18 @@ class Block(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        """Whether the tests run it; a ``{code-block} python`` is a fragment."""
+        """Whether the tests run the block; a ``{code-block} python`` is a fragment."""
         return self.kind == "python" or self.kind.endswith(".py")
 
     @property
     def is_output(self) -> bool:
-        """Whether it shows what something printed."""
+        """Whether the block shows printed output."""
         shows = self.kind in ("console", "text") and not self.code.startswith("$ ")
         return shows or self.kind.endswith(".txt")
 
 
 def blocks(page: Path) -> list[Block]:
-    """All fenced blocks of a page, in order; included examples with their text."""
+    """Return all fenced blocks of a page in order, with the text of included examples."""
     text = page.read_text(encoding="utf-8")
     found, end = [], 0
     for match in _FENCE.finditer(text):
@@ -69,12 +69,12 @@ def blocks(page: Path) -> list[Block]:
 
 
 def python_blocks(page: Path) -> list[Block]:
-    """All ```` ```python ```` blocks of a page, in order."""
+    """Return all ```` ```python ```` blocks of a page in order."""
     return [block for block in blocks(page) if block.kind == "python"]
 
 
 def printed_by(page: Path) -> list[tuple[Block, Block | None]]:
-    """Each block that runs and prints, with the output that the page shows after it."""
+    """Return each block that runs and prints, with the output that the page shows after it."""
     some = [block for block in blocks(page) if block.runs or block.is_output]
     return [
         (block, after if after is not None and after.is_output else None)
@@ -84,7 +84,7 @@ def printed_by(page: Path) -> list[tuple[Block, Block | None]]:
 
 
 def quicker(path: Path, code: str) -> str:
-    """The code of a page or example, with less of what takes long."""
+    """Return the code of a page or example, with its long computations shortened."""
     if path.name in _LESS:
         long, short = _LESS[path.name]
         assert long in code

@@ -40,7 +40,7 @@ def plans() -> dict[str, PipelinePlan]:
 
 
 def test_it_is_short_and_uses_public_names_only() -> None:
-    """400 lines at most, and no import of a module that begins with an underscore."""
+    """It has 400 lines at most, and imports no module that begins with an underscore."""
     files = sorted(FOLDER.glob("*.py"))
     text = "".join(path.read_text(encoding="utf-8") for path in files)
     assert len(text.splitlines()) <= 400
@@ -48,7 +48,7 @@ def test_it_is_short_and_uses_public_names_only() -> None:
 
 
 def test_the_batches_of_a_log_are_all_of_its_lines(log: Path) -> None:
-    """In order; the last batch is shorter."""
+    """They are in order; the last batch is shorter."""
     module = example("click_log")
     batches = module.batches_of(log, BATCH)
     assert len(batches) == 7
@@ -57,7 +57,7 @@ def test_the_batches_of_a_log_are_all_of_its_lines(log: Path) -> None:
 
 
 def test_rows_without_a_label_are_dropped_and_counted(log: Path) -> None:
-    """Another value that does not parse is missing, as an empty one is."""
+    """Any other value that does not parse counts as missing, as an empty one does."""
     module = example("click_log")
     lines = log.read_bytes().splitlines(keepends=True)
     cells = lines[1].split(b"\t")
@@ -74,7 +74,7 @@ def test_rows_without_a_label_are_dropped_and_counted(log: Path) -> None:
 
 @pytest.mark.parametrize("name", ["serial", "pipelined"])
 def test_a_plan_is_proved_by_what_the_tasks_declare(name: str) -> None:
-    """With and without streams; the feed alone is pure."""
+    """This holds with and without streams; only the feed is pure."""
     tasks: tuple[PipelineTask, ...] = tuple(job().tasks())
     plan = plans()[name]
     assert verify(plan, tasks, pull_ahead=True).undeclared == ()
@@ -85,7 +85,7 @@ def test_a_plan_is_proved_by_what_the_tasks_declare(name: str) -> None:
 
 
 def test_a_recording_finds_no_dependence_that_a_plan_lacks(log: Path) -> None:
-    """Of the tasks on a real batch."""
+    """It is made from the tasks on a real batch."""
     batches = example("click_log").batches_of(log, BATCH)
     recording = record(job().tasks(), batches[0], device="cpu")
     for plan in plans().values():
@@ -93,7 +93,7 @@ def test_a_recording_finds_no_dependence_that_a_plan_lacks(log: Path) -> None:
 
 
 def test_both_plans_train_bit_equal(log: Path) -> None:
-    """Losses and parameters; another seed gives other ones."""
+    """Losses and parameters are equal; another seed gives others."""
     train = example("train_clicks").train
     batches = example("click_log").batches_of(log, BATCH)
     serial, pipelined, other = (
@@ -105,7 +105,7 @@ def test_both_plans_train_bit_equal(log: Path) -> None:
 
 
 def test_training_lowers_the_loss(log: Path) -> None:
-    """In 30 passes over the same rows."""
+    """It does so in 30 passes over the same rows."""
     train = example("train_clicks").train
     losses = train("pipelined", example("click_log").batches_of(log, BATCH) * 30).losses
     assert torch.stack(losses[-7:]).mean() < 0.9 * torch.stack(losses[:7]).mean()
@@ -113,7 +113,7 @@ def test_training_lowers_the_loss(log: Path) -> None:
 
 @pytest.mark.slow
 def test_the_script_compares_the_plans(scripts: Scripts, log: Path) -> None:
-    """It prints a line for each, and that the numbers are equal."""
+    """It prints a line for each plan, and that the numbers are equal."""
     args = ["--data", str(log), "--batch-size", "16"]
     path = str(FOLDER / "train_clicks.py")
     done = scripts.run(Script(path=path, args=args, folder=str(log.parent)))
@@ -126,7 +126,7 @@ def test_the_script_compares_the_plans(scripts: Scripts, log: Path) -> None:
 def test_the_commands_take_it_as_a_loop(
     log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By module and function, as any other."""
+    """They name it by module and function, like any other."""
     monkeypatch.setattr(example("click_job"), "log_in", lambda folder: log)
     printed = out(capsys, "plan", "infer", "--workload", "click_job:loop", "--device", "cpu")
     assert re.search(r"^hash +ctx\.frame +ctx\.frame, ctx\.host$", printed, re.MULTILINE), printed

@@ -1,4 +1,4 @@
-"""What the documentation shows runs."""
+"""All code in the documentation runs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ import swpipe.tuning.autotuning as a
 a.EFFORT, a._ROUNDS, a._WINDOWS, a._BATCHES = 0.1, 2, 1, 1
 del a
 """
-"""What a plan is searched, measured and tried with says nothing about the page."""
+"""Settings of short searches and measurements; the page does not depend on them."""
 
 TIMED = ("faster_plan",)
-"""Examples whose times are the point: they run on a virtual clock."""
+"""Examples whose point is their times: they run on a virtual clock."""
 
 MEASURED = {
     "README.md": ("before #, after # steps per second",),
@@ -63,28 +63,26 @@ MEASURED = {
         "written to report.html",
     ),
 }
-"""Outputs with times: these lines of them are compared, without their figures.
-
-What else they say, such as which task bounds a step, is what was found on one machine.
-"""
+"""Outputs with times: these lines are compared, without their figures. The other lines, such as
+which task bounds a step, depend on the machine."""
 
 DRAWN = ("for x, y in loader:", "io       ▌", "comm   --", "finding 1: ", "loader          pull")
-"""How blocks begin that are drawings, or one example of what may be printed."""
+"""Beginnings of blocks that are drawings, or one example of possible output."""
 
 KINDS = re.compile(
     r"python|console|text|toml|\{code-block\} (python|text|toml)|"
     r"\{literalinclude\} \.\./examples/\w+\.(py|txt)|\{toctree\}|\{eval-rst\}"
 )
-"""What a fence may say: another one could be Python that no test runs."""
+"""The kinds of fences; another kind could be Python that no test runs."""
 
 
 def form(text: str) -> list[str]:
-    """The lines of an output, without figures and the widths of columns."""
+    """Return the lines of an output without figures and column widths."""
     return [re.sub(r"-?\d[\d.]*", "#", " ".join(line.split())) for line in text.splitlines()]
 
 
 def missing(name: str, output: str) -> list[str]:
-    """What an output with times lacks of what it should have, whatever the times."""
+    """Return the lines that an output with times should have and does not."""
     lines = form(output)
     if "nothing else runs" in output:  # a report on a busy machine says that alone
         return []
@@ -92,7 +90,7 @@ def missing(name: str, output: str) -> list[str]:
 
 
 def run(script: Path, where: Path) -> str:
-    """What the script prints; fails the test with its errors where it does not end well."""
+    """Return the output of a script; fail the test with its errors if it fails."""
     imports = "\n".join(re.findall(r"^ *(?:from|import) .*", script.read_text(), re.MULTILINE))
     kinds = [kind for kind in servers.IMPORTED if kind in imports]
     job = Script(
@@ -105,7 +103,7 @@ def run(script: Path, where: Path) -> str:
 
 
 def test_examples_import_no_private_module() -> None:
-    """What they show, users can write."""
+    """Users can write whatever they show."""
     private = re.compile(r"^ *(?:from|import) swpipe\S*\._", re.MULTILINE)
     scripts = (DOCS / "examples").rglob("*.py")
     assert [str(path) for path in scripts if private.search(path.read_text("utf-8"))] == []
@@ -115,7 +113,7 @@ def test_examples_import_no_private_module() -> None:
 def test_an_example_with_times_runs_on_a_virtual_clock(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends well, and prints what its page shows, however slow the machine."""
+    """It ends well, and prints what its page shows on any machine."""
     host = TimedHost()
     tell_time(monkeypatch, host)
     monkeypatch.setattr(time, "sleep", host.sleep)
@@ -129,7 +127,7 @@ def test_an_example_with_times_runs_on_a_virtual_clock(
     "script", [path for path in EXAMPLES if path.stem not in TIMED], ids=lambda path: path.stem
 )
 def test_an_example_runs_and_prints_what_its_page_shows(script: Path, tmp_path: Path) -> None:
-    """Each example ends well; its output is that of the .txt beside it, where there is one."""
+    """Each example ends well; its output equals the .txt next to it, if there is one."""
     code = script.read_text(encoding="utf-8")
     ran = script
     if (less := quicker(script, code)) != code:
@@ -145,7 +143,7 @@ def test_an_example_runs_and_prints_what_its_page_shows(script: Path, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_python_on_a_page_runs(page: Path, tmp_path: Path) -> None:
-    """One block after the other, as a reader would paste them; "It prints:" is taken literally."""
+    """The blocks run in order, as a reader would paste them; "It prints:" is taken literally."""
     script = tmp_path / "page.py"
     pieces = [f"{block.code}\nprint({END!r})" for block in python_blocks(page)]
     script.write_text(quicker(page, "\n".join([QUICKLY, *pieces])), encoding="utf-8")
@@ -163,7 +161,7 @@ def test_the_python_on_a_page_runs(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_page_shows_what_its_code_prints(page: Path) -> None:
-    """Before more code. What is not compared, since it varies, stands after "It printed:".
+    """The output comes before more code; varying output comes after "It printed:".
 
     Blocks are Python that the tests run, a fragment of it, commands, text, or directives.
     """
@@ -186,7 +184,7 @@ def copy_of_my_loop(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != REPORT])
 def test_a_command_prints_what_its_page_shows(command: str, tmp_path: Path) -> None:
-    """Of the reader's own loop."""
+    """The command runs on the reader's own loop."""
     copy_of_my_loop(tmp_path)
     script = tmp_path / "command.py"
     script.write_text(f"from swpipe.cli import main\n\nmain({command.split()[1:]!r})\n")
@@ -196,7 +194,7 @@ def test_a_command_prints_what_its_page_shows(command: str, tmp_path: Path) -> N
 def test_a_report_prints_what_its_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the reader's own loop; on a virtual clock, since a report profiles it many times."""
+    """It is for the reader's own loop, on a virtual clock, since a report profiles many times."""
     copy_of_my_loop(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_loop", raising=False)  # another test's
@@ -213,7 +211,7 @@ def test_a_report_prints_what_its_page_shows(
 
 
 def test_each_output_is_compared() -> None:
-    """Literally, with a file, or line by line without its times; drawings are named."""
+    """It is compared literally, with a file, or by line without its times; drawings are named."""
     shown = [
         block
         for page in PAGES
@@ -233,13 +231,13 @@ def test_each_output_is_compared() -> None:
 
 
 def test_the_picture_of_the_readme_is_that_of_the_guide() -> None:
-    """Four batches, as a trace draws them."""
+    """It has four batches, as a trace draws them."""
     picture = next(b.code for b in blocks(ROOT / "README.md") if b.code.startswith("io "))
     assert picture in (DOCS / "guide" / "profiler.md").read_text(encoding="utf-8")
 
 
 def commands() -> list[str]:
-    """Each command of swpipe's that a page shows."""
+    """Return all swpipe commands that a page shows."""
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     found = re.findall(r"^\$ (?:torchrun .*? -m )?(swpipe .+)$", text, re.MULTILINE)
     return sorted(set(found))
@@ -247,7 +245,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_a_command_on_a_page_is_one(command: str) -> None:
-    """Its options are known, and their values are of the right kind."""
+    """Its options exist, and their values are of the right kind."""
     args = shlex.split(command, comments=True)[1:]
     part: Any = get_command(app)
     rest = [*args]
@@ -267,7 +265,7 @@ def test_a_command_on_a_page_is_one(command: str) -> None:
 def test_the_lines_that_a_page_changes_are_few_and_marked(
     page: str, before: str, after: str, imported: str
 ) -> None:
-    """From the plain loop to the overlapped one: all lines that are not moved; as many prints."""
+    """They lead from the plain loop to the overlapped one; all changed lines are marked."""
     text = (DOCS / "guide" / f"{page}.md").read_text(encoding="utf-8")
     options = re.search(rf"{after}\.py\n(?:.*\n)*?:emphasize-lines: ([\d, ]+)\n", text)
     assert options

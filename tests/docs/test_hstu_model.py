@@ -1,4 +1,4 @@
-"""The HSTU model of the examples: its layer beside a dense reference, and its batches."""
+"""The HSTU model of the examples: its layer equals a dense reference; its batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _layer(seed: int = 0) -> Any:
 
 
 def _tokens(lengths: list[int], seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Tokens, and their times in order within each sequence."""
+    """Return tokens and times; the times are in order within each sequence."""
     draws = torch.Generator().manual_seed(seed)
     count = sum(lengths)
     tokens = torch.randn(count, WIDTH, generator=draws, dtype=torch.float64)
@@ -35,7 +35,7 @@ def _tokens(lengths: list[int], seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def _dense(layer: Any, x: Tensor, times: Tensor) -> Tensor:
-    """One sequence by the formulas of the paper, one pair of tokens at a time."""
+    """Return the layer's output for one sequence, by the paper's formulas for pairs of tokens."""
     n = len(x)
     u, v, q, k = nn.functional.silu(layer.project(layer.norm(x))).chunk(4, dim=1)
     size = WIDTH // HEADS
@@ -57,7 +57,7 @@ def _dense(layer: Any, x: Tensor, times: Tensor) -> Tensor:
 
 
 def test_the_layer_is_the_dense_reference_for_each_sequence() -> None:
-    """For sequences of any lengths, empty ones too; none sees another, nor what comes later."""
+    """Sequences have any lengths, also 0; none sees another one, nor later tokens."""
     layer = _layer()
     for lengths in ([LONGEST], [0, 3, 1], [2, 0, LONGEST, 0]):
         tokens, times = _tokens(lengths)

@@ -1,4 +1,4 @@
-"""The API pages show the public names; guarantees say how they are checked; links lead."""
+"""The API pages have all public names; guarantees name their checks; links are valid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RULE = re.compile(r"\|( *:?-+:? *\|)+ *$")
 
 
 def rows_cut_off(text: str) -> list[str]:
-    """The lines that begin a table, as ``line: text``, and have no rule of dashes below them."""
+    """Return the first lines of tables that have no rule below them, as ``line: text``."""
     found = []
     fenced = False
     lines = ["", *text.splitlines(), ""]
@@ -40,13 +40,13 @@ def rows_cut_off(text: str) -> list[str]:
 
 
 def sections(page: Path) -> set[str]:
-    """The names that links use for the headings of a page."""
+    """Return the names that links use for the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def public_names() -> dict[str, list[str]]:
-    """Each public module that defines ``__all__``, with these names as they are listed."""
+    """Return each public module that defines ``__all__``, with the names in it."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -67,7 +67,7 @@ needs_every_package = pytest.mark.skipif(
 
 
 def documented_names() -> list[tuple[str, str]]:
-    """Module and name of everything that the API pages show."""
+    """Return module and name of everything that the API pages show."""
     shown = []
     for page in sorted((DOCS / "api").glob("*.md")):
         for module, excluded in _AUTOMODULE.findall(page.read_text(encoding="utf-8")):
@@ -77,7 +77,7 @@ def documented_names() -> list[tuple[str, str]]:
 
 
 def value_of(module: str, name: str) -> Any:
-    """The object that a public module offers under a name."""
+    """Return the object that a public module offers under a name."""
     return getattr(importlib.import_module(module), name)
 
 
@@ -140,7 +140,7 @@ def test_every_guarantee_says_how_it_is_checked() -> None:
 
 
 def test_each_example_has_a_line_on_the_page_of_examples() -> None:
-    """With the first sentence of its docstring."""
+    """The line is the first line of its docstring."""
     rows = []
     for script in sorted((DOCS / "examples").glob("*.py")):
         says = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""

@@ -1,4 +1,4 @@
-"""Helpers that express recorded effects and dependences in short form."""
+"""Helpers that show recorded effects and dependences in a short form."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ WORD = DeclaredIO(state="a word", mode="r", others="")
 
 
 def recorded(*functions: Callable[[Any], None], batch: Any = None, **options: Any) -> Recording:
-    """A recording of plain functions on the CPU; each task is called as its function.
+    """Return a recording of functions on the CPU; each task has the name of its function.
 
-    They declare something, so that they do not all share the state "undeclared". What the object
-    has whose methods they are is given as the state, by its names.
+    The tasks declare a state, so that they do not share the state "undeclared". If the functions
+    are methods, the stateful attributes of their object are given as the state, by name.
     """
     tasks = [PipelineTask(fn.__name__, fn, io=[WORD]) for fn in functions]
     job = next((fn.__self__ for fn in functions if hasattr(fn, "__self__")), None)
@@ -32,7 +32,7 @@ def recorded(*functions: Callable[[Any], None], batch: Any = None, **options: An
 
 @contextmanager
 def process_group(folder: Path) -> Iterator[None]:
-    """A process group of one rank in this process; its store is in the folder."""
+    """Make a process group of one rank in this process, with its store in the folder."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     try:
         yield
@@ -41,17 +41,17 @@ def process_group(folder: Path) -> Iterator[None]:
 
 
 def reads(recording: Recording, task: str) -> set[str]:
-    """What a task reads: "ctx.x" for attributes, a state by its name."""
+    """Return what a task reads: "ctx.x" for an attribute, and the name of a state."""
     return _names(recording.effects[task].reads)
 
 
 def writes(recording: Recording, task: str) -> set[str]:
-    """What a task writes, named as in ``reads``."""
+    """Return what a task writes, named as in ``reads``."""
     return _names(recording.effects[task].writes)
 
 
 def orders(recording: Recording) -> set[tuple[str, str, int]]:
-    """(consumer, producer, distance) of all dependences, the fewest."""
+    """Return (consumer, producer, distance) of the fewest dependences."""
     return {one[:3] for one in recording.dependences().needed}
 
 

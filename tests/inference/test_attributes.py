@@ -19,7 +19,7 @@ Task = Callable[[Any], None]
 
 
 def named(name: str, function: Callable[[Any], object]) -> Task:
-    """A task of this name."""
+    """Return a task of this name."""
 
     def task(ctx: Any) -> None:
         function(ctx)
@@ -29,27 +29,27 @@ def named(name: str, function: Callable[[Any], object]) -> Task:
 
 
 def sets(name: str, value: Callable[[Any], Any]) -> Task:
-    """A task that sets an attribute, and is called after it."""
+    """Return a task that sets an attribute, and is named after it."""
     return named(f"set {name}", lambda ctx: setattr(ctx, name, value(ctx)))
 
 
 def make(ctx: Any) -> None:
-    """Sets ``a``."""
+    """Set ``a``."""
     ctx.a = torch.ones(4)
 
 
 def look(ctx: Any) -> None:
-    """Reads ``a``."""
+    """Read ``a``."""
     float(ctx.a.sum())
 
 
 def view(ctx: Any) -> None:
-    """``b`` is a part of ``a``."""
+    """Set ``b`` to a view of ``a``."""
     ctx.b = ctx.a[:2]
 
 
 def write_part(ctx: Any) -> None:
-    """Modifies that part."""
+    """Modify that view."""
     ctx.b.zero_()
 
 
@@ -90,7 +90,7 @@ READ_AND_WRITTEN: dict[str, tuple[list[Task], str, str]] = {
     ("tasks", "read", "written"), READ_AND_WRITTEN.values(), ids=READ_AND_WRITTEN
 )
 def test_what_a_task_does_to_attributes(tasks: list[Task], read: str, written: str) -> None:
-    """The last task's reads and writes; ``iter_idx``, and what it set itself, do not count."""
+    """Only the last task's reads and writes count, without ``iter_idx`` and what it set itself."""
     found = recorded(*tasks)
     assert reads(found, "t") == set(read.split())
     assert writes(found, "t") == set(written.split())
@@ -107,7 +107,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("how", CHANGES)
 def test_a_change_comes_after_those_who_read_before(how: str) -> None:
-    """By any means; a note names what no operator says."""
+    """The change may be of any kind; a note names changes that no operator shows."""
     found = recorded(make, look, named("change", CHANGES[how]))
     assert "ctx.a" in writes(found, "change")
     assert orders(found) == {("look", "make", 0), ("change", "look", 0)}
@@ -118,7 +118,7 @@ def test_a_change_comes_after_those_who_read_before(how: str) -> None:
 
 
 def test_writing_a_view_comes_after_reads_of_its_base() -> None:
-    """Also if the base's attribute was deleted; views that are only read need no order."""
+    """This holds if the base's attribute was deleted; views that are only read need no order."""
 
     def drop(ctx: Any) -> None:
         del ctx.a
@@ -145,7 +145,7 @@ def test_an_object_that_cannot_be_inspected_is_noted() -> None:
 def test_a_context_may_get_its_class_back_within_an_access(
     access: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when another thread ends the iteration's last task: the access goes on as it would."""
+    """Another thread may end the iteration's last task: the access continues as usual."""
     outcomes = []
     for swapped in (False, True):
         ctx = IterContext(5, 0)
@@ -170,16 +170,16 @@ def test_a_context_may_get_its_class_back_within_an_access(
 
 
 class Hidden:
-    """Holds a tensor where no recording looks."""
+    """An object whose tensor no recording finds."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.get = lambda: tensor
 
 
 def test_a_gradient_in_a_hidden_leaf_is_a_transfer() -> None:
-    """The seam of a step that is cut in two: backward writes no attribute that the rest reads.
+    """The step is cut in two: backward writes no attribute that the rest reads.
 
-    Planned without this order, tables were updated before their gradients were there.
+    When planned without this order, tables were updated before their gradients existed.
     """
 
     def cut(ctx: Any) -> None:
@@ -205,7 +205,7 @@ def test_a_gradient_in_a_hidden_leaf_is_a_transfer() -> None:
 
 
 def test_hidden_writes_are_ordered_with_reads_and_reads_with_none() -> None:
-    """Readers stay before or after the write; two that only read can go in any order."""
+    """Readers stay before or after the write; two readers can run in any order."""
     fill = sets("box", lambda ctx: Hidden(torch.ones(4)))
     first, last = (named(n, lambda ctx: float(ctx.box.get().sum())) for n in ("first", "last"))
     change = named("change", lambda ctx: ctx.box.get().add_(1))

@@ -1,4 +1,4 @@
-"""``SWPipeline(check_effects=True)``: a run stops where the plan lets tasks touch out of order."""
+"""``SWPipeline(check_effects=True)``: a run stops if the plan lets tasks access out of order."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ BATCHES = 13
 
 
 def batches(count: int = BATCHES) -> list[torch.Tensor]:
-    """Small ones, the same each time."""
+    """Return equal small batches."""
     draws = torch.Generator().manual_seed(1)
     return [torch.rand(3, 4, generator=draws) for _ in range(count)]
 
 
 def on_threads(*names: str, stages: Sequence[int] = (), **order: Any) -> PipelinePlan:
-    """Each task on a thread of its own, and the last one on the caller's."""
+    """Return a plan with a thread for each task, the last one on the caller's."""
     stages = stages or [0] * len(names)
     groups = {name: name for name in names[:-1]}
     return PipelinePlan(
@@ -66,7 +66,7 @@ def checked(
     share: float | None = True,
     **options: Any,
 ) -> Any:
-    """A pipeline that checks; a function is a task of its name."""
+    """Return a pipeline that checks effects; a function becomes a task of its name."""
     tasks = [
         f if isinstance(f, PipelineTask) else PipelineTask(f.__name__, f)  # type: ignore[attr-defined]
         for f in functions
@@ -75,7 +75,7 @@ def checked(
 
 
 def stopped(pipe: SWPipeline, count: int = BATCHES) -> tuple[int, PlanError]:
-    """How many iterations the pipeline handed out until it was stopped, and the error."""
+    """Return the number of iterations until the pipeline was stopped, and the error."""
     done: list[int] = []
     with pipe, pytest.raises(PlanError, match="check_effects") as caught:
         done.extend(ctx.iter_idx for ctx in pipe.iterate(batches(count)))
@@ -83,13 +83,13 @@ def stopped(pipe: SWPipeline, count: int = BATCHES) -> tuple[int, PlanError]:
 
 
 def finished(pipe: SWPipeline, count: int = BATCHES) -> int:
-    """How many iterations the pipeline ran without a complaint."""
+    """Return the number of iterations that the pipeline ran without an error."""
     with pipe:
         return sum(1 for _ in pipe.iterate(batches(count)))
 
 
 class Training:
-    """A model whose optimizer steps on every ``every``-th iteration."""
+    """A model whose optimizer steps in every ``every``-th iteration."""
 
     def __init__(self, every: int = 4) -> None:
         torch.manual_seed(0)
@@ -98,26 +98,26 @@ class Training:
         self.every = every
 
     def forward(self, ctx: IterContext) -> None:
-        """Reads the parameters."""
+        """Read the parameters."""
         ctx.loss = self.model(ctx.batch).square().mean()
 
     def backward(self, ctx: IterContext) -> None:
-        """Writes the gradients."""
+        """Write the gradients."""
         ctx.loss.backward()
 
     def step(self, ctx: IterContext) -> None:
-        """Writes the parameters, now and then."""
+        """Write the parameters, in some iterations."""
         if (ctx.iter_idx + 1) % self.every == 0:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def norm(self) -> Any:
-        """Of the gradients that are there."""
+        """Return the sum of the existing gradients."""
         return sum(p.grad.sum() for p in self.model.parameters() if p.grad is not None)
 
     @property
     def tasks(self) -> list[PipelineTask]:
-        """In serial order."""
+        """The tasks in serial order."""
         return [PipelineTask(f.__name__, f) for f in (self.forward, self.backward, self.step)]
 
 
@@ -151,7 +151,7 @@ def test_it_does_not_depend_on_the_order_in_which_the_two_just_ran() -> None:
 
 
 def test_two_touch_one_place_at_the_same_time() -> None:
-    """A before and an after would blame the reader of the other's state as well."""
+    """A comparison of before and after would blame the reader of the other's state as well."""
     states = {"left": torch.zeros(3), "right": torch.zeros(3)}
     meeting = threading.Barrier(2, timeout=30)
 
@@ -169,7 +169,7 @@ def test_two_touch_one_place_at_the_same_time() -> None:
 
 
 def test_gradients_that_another_task_clears() -> None:
-    """Clearing them is no operator, and the next gradients are in other memory."""
+    """Clearing is no operator, and the next gradients are in other memory."""
     training = Training(every=1)
     cleared: list[threading.Event] = []
 
@@ -194,7 +194,7 @@ def test_gradients_that_another_task_clears() -> None:
 
 
 def test_gradients_that_another_task_reads() -> None:
-    """On another thread, before the next ones are there, which are in other memory."""
+    """It reads them on another thread, before the next ones exist, which are in other memory."""
     training = Training(every=1)
     looked = [threading.Event() for _ in range(BATCHES)]
 
@@ -218,7 +218,7 @@ def test_gradients_that_another_task_reads() -> None:
 
 
 def test_gradients_that_another_task_clears_by_hand() -> None:
-    """It is seen on the caller's thread, where no task runs beside it."""
+    """It is detected on the caller's thread, while no other task runs."""
     training = Training(every=1)
 
     def train(ctx: IterContext) -> None:
@@ -237,7 +237,7 @@ def test_gradients_that_another_task_clears_by_hand() -> None:
 
 
 def test_two_tasks_that_draw_from_torchs_generator_now_and_then() -> None:
-    """Not where both are random tasks, nor where a dropout has nothing to drop."""
+    """Two random tasks, or a dropout with nothing to drop, are no error."""
 
     def noise(ctx: IterContext) -> None:
         if ctx.iter_idx == 4:
@@ -273,7 +273,7 @@ def test_to_make_nothing_is_no_draw_whoever_draws_meanwhile(
 
 
 def test_generators_of_the_users_own() -> None:
-    """One that two tasks share is a state; those that each iteration makes for itself are not."""
+    """A generator that two tasks share is a state; one that each iteration makes is not."""
     shared = torch.Generator().manual_seed(1)
 
     def noise(ctx: IterContext, own: torch.Generator | None = None) -> None:
@@ -294,7 +294,7 @@ def test_generators_of_the_users_own() -> None:
 
 
 def test_buffers_that_are_used_in_turn() -> None:
-    """Two are enough for a plan in which a copy is one iteration ahead, and one is not."""
+    """Two buffers suffice for a plan in which a copy is one iteration ahead; one does not."""
     for count in (2, 1):
         buffers = [torch.zeros(3, 4) for _ in range(count)]
 
@@ -314,7 +314,7 @@ def test_buffers_that_are_used_in_turn() -> None:
 
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "recorded"])
 def test_staleness_that_the_plan_allows(declared: bool) -> None:
-    """By the name that the state was declared with, or that a recording gives all parameters."""
+    """It is allowed by the state's declared name, or by the recorded name of all parameters."""
     model = nn.Linear(4, 2).requires_grad_(False)
     io = [DeclaredIO(state="weights", mode="rw", memory=model)] if declared else []
 
@@ -339,7 +339,7 @@ def test_staleness_that_the_plan_allows(declared: bool) -> None:
 def test_a_run_is_stopped_exactly_if_its_plan_is_refused_for_what_the_tasks_touch(
     seed: int,
 ) -> None:
-    """Random tasks, and plans of which half keep the serial order; a read may come too soon."""
+    """Tasks and plans are random; half keep the serial order; a read may come too early."""
     plan, workload = random_pair(seed)
     wrong = race_problems(effects_of(workload), guarantees(resolve_plan(plan), streams=False))
     machine = TorchMachine(workload, lambda: None)
@@ -359,9 +359,9 @@ def test_a_run_is_stopped_exactly_if_its_plan_is_refused_for_what_the_tasks_touc
 def test_who_says_nothing_is_seen_to_touch_what_is_said_to_be_apart(
     others: Any, writes: bool
 ) -> None:
-    """In the first iteration, with both names; a read that is allowed runs to the end.
+    """The error comes in the first iteration, with both names; an allowed read continues.
 
-    Where others may read and write, nobody is watched.
+    If others may read and write, nothing is watched.
     """
     table = torch.ones(3)
     io = [DeclaredIO(state="table", mode="r", memory=[table], others=others)]
@@ -394,7 +394,7 @@ APART = DeclaredIO(state="a word", mode="r", others="")
 
 @pytest.mark.parametrize("what", ["an attribute", "memory"])
 def test_a_branch_that_the_recording_did_not_see(what: str) -> None:
-    """The plan was verified for what was recorded, which is not all that tasks do."""
+    """The plan was verified for the recording, which does not show all that tasks do."""
     state = torch.zeros(4)
     decoded = [threading.Event() for _ in range(BATCHES)]
 
@@ -420,7 +420,7 @@ def test_a_branch_that_the_recording_did_not_see(what: str) -> None:
 
 
 def test_what_is_declared_proves_the_plan_of_an_overlapped_loop() -> None:
-    """Its tasks are not watched, except for the word of the pure ones."""
+    """Only the claims of its pure tasks are watched."""
     seen: list[int] = []
 
     def look(ctx: IterContext) -> None:
@@ -437,7 +437,7 @@ def test_what_is_declared_proves_the_plan_of_an_overlapped_loop() -> None:
 
 
 def test_windows_of_iterations_are_watched_and_the_first_ones() -> None:
-    """So many of them, each as long as two tasks may be apart; the rest runs as without."""
+    """Each window is as long as two tasks may be apart; the other iterations run as without it."""
     seen: list[bool] = []
     mode = PipelineTask("mode", lambda ctx: seen.append(bool(_get_current_dispatch_mode_stack())))
     plan = PipelinePlan({"mode": TaskSchedule()}, pipeline_depth=3)
@@ -450,7 +450,7 @@ def test_windows_of_iterations_are_watched_and_the_first_ones() -> None:
 
 
 def test_what_a_task_does_now_and_then_is_met_in_the_end() -> None:
-    """At the same iteration each time."""
+    """It is detected at the same iteration each time."""
     total = torch.zeros(4)
 
     def add(ctx: IterContext) -> None:
@@ -467,7 +467,7 @@ def test_what_a_task_does_now_and_then_is_met_in_the_end() -> None:
 
 
 def test_a_share_that_is_none_is_refused() -> None:
-    """With the rule."""
+    """The error has the rule."""
     task = PipelineTask("a", lambda ctx: None)
     share: Any
     for share in (0, 1.5, "all"):
@@ -479,7 +479,7 @@ def test_a_share_that_is_none_is_refused() -> None:
 
 
 def test_nothing_is_watched_without_it() -> None:
-    """Contexts are of the user's own class, and operators run as they do."""
+    """Contexts are of the user's own class, and operators run as usual."""
     seen: list[Any] = []
 
     def look(ctx: IterContext) -> None:
@@ -501,7 +501,7 @@ EVERY_FOURTH = (
 
 
 def test_each_run_is_checked_for_itself() -> None:
-    """After a run that was stopped, iterations have the same numbers again."""
+    """After a stopped run, iterations have the same numbers again."""
     training = Training()
     # Of one layer: its backward uses no parameter, and autograd does not notice a step before it.
     training.model = nn.Sequential(nn.Linear(4, 1))
@@ -515,7 +515,7 @@ def test_each_run_is_checked_for_itself() -> None:
 
 
 def test_iterations_of_a_run_that_was_dropped_are_not_compared_with() -> None:
-    """The next run has their numbers again, and here uses the two buffers the other way round."""
+    """The next run has their numbers again, and swaps the two buffers."""
     buffers = [torch.zeros(3, 4), torch.zeros(3, 4)]
 
     def copy(ctx: IterContext) -> None:
@@ -537,7 +537,7 @@ def test_iterations_of_a_run_that_was_dropped_are_not_compared_with() -> None:
 def test_how_many_orders_are_asked_does_not_grow_with_the_depth(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two tasks, those on one iteration and on the next one: all others follow."""
+    """Two tasks are compared on one iteration and on the next: all other orders follow."""
     state = torch.zeros(3)
     asked: set[tuple[str, str, int]] = set()
     keeps = HappensBefore.keeps
@@ -562,7 +562,7 @@ def test_how_many_orders_are_asked_does_not_grow_with_the_depth(
 
 
 def test_what_is_noted_does_not_grow_with_the_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Places whose memory or iteration is gone are dropped."""
+    """Locations whose memory or iteration is gone are dropped."""
     monkeypatch.setattr("swpipe.inference.pruned_dict._SPARE", 60)
     training = Training()
     pipe = checked(on_threads("forward", "step", "backward", **RIGHT), training.tasks)
@@ -576,7 +576,7 @@ def test_what_is_noted_does_not_grow_with_the_iterations(monkeypatch: pytest.Mon
 
 
 def test_the_memory_of_a_gradient_has_its_name() -> None:
-    """Of one that two tasks use at the same time, after it was accumulated."""
+    """Two tasks use the gradient at the same time, after it was accumulated."""
     training = Training(every=1)
 
     def train(ctx: IterContext) -> None:
@@ -600,10 +600,10 @@ def test_the_memory_of_a_gradient_has_its_name() -> None:
 
 
 def test_gradients_are_read_only_while_no_task_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one thread reads ``parameter.grad`` while another one trains, torch may crash.
+    """If one thread reads ``parameter.grad`` while another one trains, torch may crash.
 
-    ``alone`` comes after its iteration's ``look`` and before the next one's, so nothing runs beside
-    it. The next iteration's ``look`` lasts as long as ``train``, and is not watched from 16 on.
+    ``alone`` comes after its iteration's ``look`` and before the next one's; therefore it runs
+    alone. The next iteration's ``look`` lasts as long as ``train``, and is not watched from 16 on.
     """
     count, training = 19, Training(every=1)
     begun = [threading.Event() for _ in range(count + 1)]
@@ -656,7 +656,7 @@ def test_gradients_are_read_only_while_no_task_runs(monkeypatch: pytest.MonkeyPa
 
 
 def test_tasks_of_one_period_on_two_threads_are_watched_without_a_word() -> None:
-    """As those of neighbouring iterations are; a plan of one thread and one stage is not."""
+    """Tasks of neighbouring iterations are, too; a plan with one thread and one stage is not."""
     total = torch.zeros(3, 4)
 
     def fill(ctx: Any) -> None:
@@ -674,7 +674,7 @@ def test_tasks_of_one_period_on_two_threads_are_watched_without_a_word() -> None
 
 
 def test_what_workers_keep_in_order_need_not_be_kept_further_apart() -> None:
-    """Each does every third iteration: of itself a task is in order at 3 and 6, and not at 4."""
+    """Each does every third iteration: a task is in order at 3 and 6, but not at 4."""
     schedule = {
         "read": TaskSchedule(thread_group="io", workers=3),
         "train": TaskSchedule(1),

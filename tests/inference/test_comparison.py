@@ -1,4 +1,4 @@
-"""A plan's dependences beside those that effects ask for."""
+"""The dependences of a plan, compared with those that effects require."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.support.safety import effects_of, random_pair, verify_tasks
 
 
 def place(name: str) -> Location:
-    """Capital letters are states."""
+    """Return a location; capital letters are states."""
     return Location(name, persistent=name.isupper())
 
 
 def table(**tasks: str) -> EffectTable:
-    """Task to "reads>writes", each a string of one-letter places."""
+    """Return a table of effects from "reads>writes", strings of one-letter locations."""
     return {
         name: Effects(*(frozenset(map(place, part)) for part in text.split(">")))
         for name, text in tasks.items()
@@ -38,7 +38,7 @@ DEPS = [("forward", "load"), ("backward", "forward"), ("step", "backward")]
 
 
 def plan(groups: str = "dddd", **changes: Any) -> PipelinePlan:
-    """The chain's tasks in stage 0, each in a thread group named by a letter."""
+    """Return a plan of the chain's tasks in stage 0, each on a group named by a letter."""
     schedule = {
         name: TaskSchedule(thread_group={"d": "default"}.get(group, group))
         for name, group in zip(CHAIN, groups, strict=True)
@@ -47,17 +47,17 @@ def plan(groups: str = "dddd", **changes: Any) -> PipelinePlan:
 
 
 def compare(given: PipelinePlan, effects: EffectTable) -> Comparison:
-    """The plan beside the effects."""
+    """Compare the plan with the effects."""
     return comparison.compare_with_plan(resolve_plan(given), effects)
 
 
 def edges(found: Any) -> list[tuple[str, str, int]]:
-    """The orders, without what they are for."""
+    """Return the dependences without their reasons."""
     return [one[:3] for one in found]
 
 
 def test_the_fewest_dependences_are_asked_for() -> None:
-    """What others imply is left out: the step comes after forward by way of backward."""
+    """Implied ones are left out: the step comes after forward by way of backward."""
     assert edges(needed(CHAIN)) == [
         ("forward", "load", 0),
         ("backward", "forward", 0),
@@ -67,13 +67,13 @@ def test_the_fewest_dependences_are_asked_for() -> None:
 
 
 def test_what_is_missing_is_named_with_the_reason() -> None:
-    """The pair, the list that it belongs into, and what both touch."""
+    """The message has the pair, the list for it, and what both access."""
     (one,) = compare(plan("abcd", deps=DEPS), CHAIN).missing
     assert str(one) == '("forward", "step") in cross_iter_deps, for state \'M\''
 
 
 def test_what_the_schedule_keeps_is_told_apart() -> None:
-    """On one thread nothing goes wrong; on two, it does."""
+    """On one thread the plan is right; on two, it is wrong."""
     together = compare(plan(), CHAIN)
     assert together.missing == ()
     assert edges(together.by_schedule) == edges(needed(CHAIN))
@@ -104,7 +104,7 @@ def test_orders_follow_paths_of_any_distance() -> None:
 
 
 def test_the_report_has_all_parts() -> None:
-    """Tasks, states, dependences or the comparison, and the notes."""
+    """These are tasks, states, dependences or the comparison, and the notes."""
 
     def load(ctx: Any) -> None:
         ctx.a = 1
@@ -124,15 +124,15 @@ def test_the_report_has_all_parts() -> None:
 
 
 def recording(effects: EffectTable, **changes: Any) -> Recording:
-    """What such effects would be found in."""
+    """Return a recording with these effects."""
     found = Recording((), effects, {}, frozenset(), ())
     return replace(found, **changes)
 
 
 def test_recordings_of_several_ranks_are_taken_together() -> None:
-    """A place counts for the tasks that touch it on any rank, with all that is known.
+    """A place counts for the tasks that access it on any rank, with all that is known.
 
-    Two tasks that share nothing on one rank depend on each other because of the other.
+    Two tasks that share nothing on one rank depend on each other because of another rank.
     """
     one = recording(
         table(load=">a", count=">T", drop=">"),
@@ -156,7 +156,7 @@ def test_recordings_of_several_ranks_are_taken_together() -> None:
 
 
 def test_recordings_of_other_tasks_are_not_taken_together() -> None:
-    """The order is part of what was recorded."""
+    """The order is part of the recording."""
     one = recording(table(load=">a", step="a>"))
     with pytest.raises(ValueError, match="cannot merge a recording of step, load with one of"):
         one.together([recording(table(step="a>", load=">a"))])
@@ -172,7 +172,7 @@ def test_global_order_counts_as_it_does_for_verification() -> None:
 
 
 def missing_as_verified(given: PipelinePlan, effects: EffectTable) -> bool:
-    """Whether a dependence is missing; verification must say the same."""
+    """Return whether a dependence is missing; check that verification agrees."""
     missing = bool(compare(given, effects).missing)
     try:
         verify_tasks(given, effects=effects)
@@ -185,7 +185,7 @@ def missing_as_verified(given: PipelinePlan, effects: EffectTable) -> bool:
 
 @pytest.mark.examples
 def test_comparing_and_verifying_agree_on_random_plans() -> None:
-    """On plans that are right, and on those that lost a dependence."""
+    """The plans are right, or have lost a dependence."""
     found = {True: 0, False: 0}
     for seed in seeds("plans", 80):
         given, workload = random_pair(seed)

@@ -1,6 +1,6 @@
 """The eleven tasks of sparse-dist declare every state that a recording sees them use.
 
-``EmbForward`` read the optimizers' learning rate and did not say so: the verifier accepted a
+``EmbForward`` once read the optimizers' learning rate without declaring it: the verifier accepted a
 look-up before the rate was known.
 """
 
@@ -32,11 +32,11 @@ UNITED = {
     plans.EMBED: (plans.EMBED, plans.DENSE),
     plans.DENSE_BACK: (plans.DENSE_BACK, plans.EMBED_BACK),
 }
-"""Without the split forward, the first task does the work of both."""
+"""The tasks without the split forward: the first one does the work of both."""
 
 
 class Use(NamedTuple):
-    """A task's use of a state, and where a recording has seen it."""
+    """A task's use of a state, and the object in which a recording has seen it."""
 
     task: str
     state: str
@@ -63,7 +63,7 @@ def _tasks(kind: Kind) -> SparseDistTasks:
 
 
 def state_of(member: str) -> str:
-    """The state, in the words of the tasks, that a recorded object belongs to."""
+    """Return the declared state that a recorded object belongs to."""
     if ".learning_rate_tensor" in member:
         return "learning rate"
     if member.endswith(".grad"):
@@ -90,10 +90,10 @@ def _declared(tasks: SparseDistTasks) -> dict[str, dict[str, str]]:
 
 
 def test_every_state_that_is_used_is_declared(one_process: None) -> None:
-    """With a schedule, clipping, a fused optimizer and batch normalisation; all is put back.
+    """The step has a schedule, clipping, a fused optimizer and batch norm; all is restored.
 
-    The rate within the kernel is no state of its own: a look-up sets it and takes it. Nor is the
-    kernel's scratch memory: all tasks that use it are ordered, since they use the tables.
+    The rate within the kernel is no separate state: a look-up sets and uses it. Nor is the kernel's
+    scratch memory: all tasks that use it are ordered, since they use the tables.
     """
     tasks = _tasks("split")
     before = [parameter.detach().clone() for parameter in tasks.model.parameters()]
@@ -140,10 +140,10 @@ def test_a_task_that_does_the_work_of_two_declares_the_states_of_both(
 
 
 def test_tasks_that_set_the_current_batch_are_ordered(one_process: None) -> None:
-    """The replaced forwards are one for all batches: two threads would set them at one time.
+    """The replaced forwards serve all batches: two threads would set them at the same time.
 
-    Only a stale plan lets the next look-up run beside this batch's dense half, and only one that
-    does not have the two take turns since they communicate.
+    Only a stale plan lets the next look-up overlap with this batch's dense half; other plans order
+    the two since they communicate.
     """
     tasks = _tasks("split").tasks()
     stale = plans.semi_sync()

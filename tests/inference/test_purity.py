@@ -1,8 +1,8 @@
-"""What a pure task does against its word stops the run, as far as torch's dispatch sees it.
+"""A pure task that breaks its declaration stops the run, as far as torch's dispatch shows it.
 
-A lie is a task that says ``pure=True`` and is not. Each is run ahead of a training loop, under a
-plan and under ``overlap``, and has to be stopped within two iterations: by an error that names the
-task, what it touched, the rule, and what to do. Honest tasks run as if nobody looked.
+A lie is a task that is wrongly declared ``pure=True``. Each lie runs ahead of a training loop,
+under a plan and under ``overlap``, and must be stopped within two iterations, by an error that
+names the task, what it touched, the rule, and the remedy. Honest tasks run undisturbed.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ AHEAD = PipelinePlan(
     },
     deps=[("train", "decode")],
 )
-"""``decode`` runs one iteration ahead, on a thread of its own."""
+"""A plan in which ``decode`` runs one iteration ahead, on a separate thread."""
 
 
 def nothing(ctx: Any) -> None:
-    """The training loop does nothing else."""
+    """Do nothing."""
 
 
 class Job:
-    """What a training loop has: a model, a table, features, a generator."""
+    """The objects of a training loop: a model, a table, features, generators."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -61,11 +61,11 @@ class Job:
         self.train_also: Callable[[Any], object] = nothing
 
     def looked_up(self, ctx: Any) -> Tensor:
-        """What the frozen table has for a batch."""
+        """Return the frozen table's rows for a batch."""
         return self.table(ctx.batch)  # type: ignore[no-any-return]
 
     def train(self, ctx: Any) -> None:
-        """Learn from ``ctx.x``."""
+        """Train on ``ctx.x``."""
         ctx.loss = self.model(ctx.x.float()).square().sum()
         self.optimizer.zero_grad()
         ctx.loss.backward()
@@ -73,7 +73,7 @@ class Job:
         self.train_also(ctx)
 
     def tasks(self, decode: Callable[[Any], Any], **options: Any) -> list[PipelineTask]:
-        """The loop's tasks, of which the first one says that it is pure."""
+        """Return the loop's tasks; the first one is declared pure."""
 
         def decoded(ctx: Any) -> None:
             ctx.x = decode(ctx)
@@ -88,13 +88,13 @@ Run = Callable[[Job, list[PipelineTask]], Iterator[Any]]
 
 
 def under_a_plan(job: Job, tasks: list[PipelineTask]) -> Iterator[Any]:
-    """Contexts of a pipeline."""
+    """Yield the contexts of a pipeline."""
     with SWPipeline(AHEAD, tasks, device="cpu") as pipe:
         yield from pipe.iterate(job.batches)
 
 
 def under_overlap(job: Job, tasks: list[PipelineTask]) -> Iterator[Any]:
-    """Contexts of an overlapped loop."""
+    """Yield the contexts of an overlapped loop."""
     with swpipe.overlap(job.batches, tasks, device="cpu", pull_ahead=True) as loop:
         ahead = () if tasks[0].random else ("decode",)  # the body may draw as well
         assert loop.overlap.ahead == ahead
@@ -105,7 +105,7 @@ RUNS = (under_a_plan, under_overlap)
 
 
 def plainly(job: Job, tasks: list[PipelineTask]) -> Iterator[Any]:
-    """Contexts of a plain loop."""
+    """Yield the contexts of a plain loop."""
     for number, batch in enumerate(job.batches):
         ctx = swpipe.IterContext(batch, number)
         for task in tasks:
@@ -127,11 +127,11 @@ LIES: dict[str, tuple[Lie, str]] = {
     ),
     "a draw": (lambda job: lambda ctx: job.looked_up(ctx) + torch.rand(3, 4), "generator"),
 }
-"""Name to what makes ``decode``, and what the error has to name."""
+"""How ``decode`` is made, and what the error has to name, by name."""
 
 
 def lie(name: str, names: str) -> Callable[[Lie], Lie]:
-    """Enter a lie."""
+    """Register a lie."""
 
     def enter(make: Lie) -> Lie:
         LIES[name] = make, names
@@ -259,9 +259,9 @@ def sliced(job: Job) -> Callable[[Any], Any]:
 
 @pytest.mark.parametrize(("name", "run"), [*zip(LIES, cycle(RUNS))])
 def test_a_lie_stops_within_two_iterations(name: str, run: Run) -> None:
-    """The error names the task and what it touched, and says what pure means.
+    """The error names the task and what it accessed, and says what pure means.
 
-    What others change shows only after they have changed it, when the task is some ahead.
+    What others change shows only after the change, when the task is some iterations ahead.
     """
     make, names = LIES[name]
     job = Job()
@@ -301,7 +301,7 @@ HONEST: dict[str, Honest] = {
 
 
 def honest(name: str) -> Callable[[Honest], Honest]:
-    """Enter an honest task."""
+    """Register an honest task."""
 
     def enter(make: Honest) -> Honest:
         HONEST[name] = make
@@ -371,7 +371,7 @@ def other_module_in_training(job: Job) -> list[PipelineTask]:
 
 @honest("a frozen model that it moves")
 def moved(job: Job) -> list[PipelineTask]:
-    """To memory of its own, as one that is on the host between two iterations."""
+    """Move the parameters to new memory, as an offload to the host does."""
 
     def decode(ctx: Any) -> Tensor:
         for parameter in job.features.parameters():
@@ -389,12 +389,12 @@ def not_numbers(job: Job) -> list[PipelineTask]:
 
 @honest("batches in buffers of a loader that fills them anew")
 def buffers_of_the_loader(job: Job) -> list[PipelineTask]:
-    """Enough of them, and not by torch: no task sees another iteration's."""
+    """Fill enough buffers, without torch, that no task sees another iteration's batch."""
     filled = [np.zeros(3, dtype=np.int64) for _ in range(6)]
     buffers = [torch.from_numpy(each) for each in filled]
 
     class Filling(list):  # type: ignore[type-arg]
-        """Which is not known to be apart from the loop."""
+        """A loader that is not known to be apart from the loop."""
 
         def __iter__(self) -> Iterator[Tensor]:
             for number in range(BATCHES):
@@ -407,7 +407,7 @@ def buffers_of_the_loader(job: Job) -> list[PipelineTask]:
 
 @honest("gradients through a pure task's inputs")
 def trained_by_others(job: Job) -> list[PipelineTask]:
-    """The next task makes the context's tensor require gradients, and reads them."""
+    """Let the next task make the context's tensor require gradients, and read them."""
 
     def train(ctx: Any) -> None:
         ctx.x.requires_grad_()
@@ -419,7 +419,7 @@ def trained_by_others(job: Job) -> list[PipelineTask]:
 
 @pytest.mark.parametrize(("name", "run"), [*zip(HONEST, cycle(RUNS))])
 def test_honest_tasks_run_to_the_end(name: str, run: Run) -> None:
-    """With the numbers of the plain loop; those of random tasks are the pipeline's."""
+    """The numbers are the plain loop's; those of random tasks are the pipeline's."""
     job = Job()
     losses = [ctx.loss.detach() for ctx in run(job, HONEST[name](job))]
     assert len(losses) == BATCHES
@@ -431,7 +431,7 @@ def test_honest_tasks_run_to_the_end(name: str, run: Run) -> None:
 
 
 def test_batches_of_a_list_may_be_read_in_many_epochs() -> None:
-    """Other tasks have read them too, and the model has been trained meanwhile."""
+    """Other tasks have read them, too, and the model has been trained since."""
     job = Job()
     tasks = job.tasks(job.looked_up)
     tasks.append(PipelineTask("look", lambda ctx: setattr(ctx, "most", ctx.batch.max())))
@@ -441,7 +441,7 @@ def test_batches_of_a_list_may_be_read_in_many_epochs() -> None:
 
 @pytest.mark.parametrize(("who", "run"), [("decode", under_a_plan), ("train", under_overlap)])
 def test_what_is_compiled_stays_compiled(who: str, run: Run) -> None:
-    """Neither a pure task that is watched nor the training beside it falls back to eager code."""
+    """A watched pure task and the training next to it do not fall back to eager code."""
     calls: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -466,7 +466,7 @@ def test_what_is_compiled_stays_compiled(who: str, run: Run) -> None:
 def test_what_a_lie_touched_is_named_without_a_look_at_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where ``parameter.grad`` is read while another thread trains, torch 2.13 may crash."""
+    """If ``parameter.grad`` is read while another thread trains, torch 2.13 may crash."""
     looked: list[object] = []
     monkeypatch.setattr(states, "grad_or_none", looked.append)
     job = Job()
@@ -494,19 +494,19 @@ def test_what_a_task_drops_is_freed_while_it_is_watched() -> None:
 
 
 def test_lies_are_let_go_where_nobody_looks() -> None:
-    """``check_effects=False`` is the user's own word."""
+    """``check_effects=False`` is the user's own choice."""
     job = Job()
     tasks = job.tasks(LIES["a trained parameter"][0](job))
     with SWPipeline(AHEAD, tasks, device="cpu", check_effects=False) as pipe:
         assert len([*pipe.iterate(job.batches)]) == BATCHES
 
 
-# ------------------------------------------------------------------ plans written by hand
+# -------------------------------------------------------------------- hand-written plans
 
 
 @pytest.mark.parametrize("how", ["deletes", "rebinds"])
 def test_a_pure_task_without_the_order_of_what_an_undeclared_one_made(how: str) -> None:
-    """The plan has the two the other way round; what each does to the context is watched."""
+    """The plan has the two in reverse order; what each does to the context is watched."""
 
     def make(ctx: Any) -> None:
         ctx.batch.add_(1.0)
@@ -543,7 +543,7 @@ def test_modes_are_watched_where_nothing_is_compiled_and_only_there() -> None:
 
 
 def test_a_mode_that_differs_from_that_of_the_run_before_is_switched() -> None:
-    """By somebody beside the task: within each run it was the same."""
+    """Other code has switched it between the runs: within each run it was the same."""
     model, other = nn.Linear(1, 1), nn.Linear(1, 1)
     modes = ModuleModes(eager=True)
     for training in (True, True, False):

@@ -1,4 +1,4 @@
-"""Random tasks with known accesses: the recording finds exactly these."""
+"""Random tasks with known accesses: a recording finds exactly these."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def stated(workload: Workload) -> dict[str, tuple[set[str], set[str]]]:
-    """Task to the names that it says to read and to write."""
+    """Return the declared reads and writes of each task."""
     table = {}
     for spec in workload.tasks:
         # Who computes nothing never looks at what is in a state.
@@ -35,7 +35,7 @@ def stated(workload: Workload) -> dict[str, tuple[set[str], set[str]]]:
 
 
 def seen(recording: Recording, workload: Workload) -> dict[str, tuple[set[str], set[str]]]:
-    """The same as recorded; a state goes by the machine's name for it."""
+    """Return the recorded reads and writes; states have the machine's names."""
 
     def plain(name: str) -> str:
         members = recording.states.get(name, (name,))
@@ -54,7 +54,7 @@ def seen(recording: Recording, workload: Workload) -> dict[str, tuple[set[str], 
 @examples("plans", 15)
 @given(st.randoms(use_true_random=False))
 def test_recorded_effects_are_the_stated_ones(rng: random.Random) -> None:
-    """Attributes and states; and the dependences imply the order of the serial run."""
+    """Attributes and states are recorded; the dependences imply the order of the serial run."""
     workload = random_workload(rng)
     machine = TorchMachine(workload, lambda: None)
     tasks = [replace(task, io=[*task.io, WORD]) for task in tasks_of(machine, workload, draws=True)]
@@ -65,7 +65,7 @@ def test_recorded_effects_are_the_stated_ones(rng: random.Random) -> None:
 
     needed = recording.dependences()
     edges = [Edge(c, p, 0) for c, p in needed.deps] + [Edge(*e) for e in needed.cross_iter_deps]
-    # Dependences are between tasks; planners keep what shares a state with the body beside it.
+    # Dependences are between tasks; planners keep those that share a state with the body in place.
     effects = {name: of for name, of in recording.effects.items() if name not in OTHERS}
     kept = Orders(tuple(effects), edges)
     lost = [c for c in conflicts(effects) if not kept.implies(edge_of(c))]
@@ -79,5 +79,5 @@ def test_recorded_effects_are_the_stated_ones(rng: random.Random) -> None:
 
 
 def looking(workload: Workload) -> set[str]:
-    """Tasks whose use of states shows in what they do."""
+    """Return the tasks whose use of states is visible in their actions."""
     return {t.name for t in workload.tasks if t.sets or any(use.writes for use in t.states)}

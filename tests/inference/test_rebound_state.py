@@ -1,4 +1,4 @@
-"""State that each iteration makes anew: whoever reads it comes after the one that makes it."""
+"""State that each iteration replaces: a reader comes after the task that makes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCHES = [torch.full((1,), float(number)) for number in range(12)]
 
 
 class State(NamedTuple):
-    """How to read a state of one number, and to replace it."""
+    """Functions that read and replace a state of one number."""
 
     read: Callable[[], torch.Tensor]
     replace: Callable[[torch.Tensor], Any]
@@ -42,7 +42,7 @@ STATES = [_in_a_list, _by_data, _by_set]
 
 
 def tasks_of(state: State) -> list[PipelineTask]:
-    """One that reads the state, and then one that replaces it."""
+    """Return a task that reads the state, and one that replaces it."""
 
     def read(ctx: IterContext) -> None:
         ctx.out = (ctx.batch + state.read()).item()
@@ -61,14 +61,14 @@ AHEAD = PipelinePlan(
 
 
 def ahead(depth: int, group: str, **order: Any) -> PipelinePlan:
-    """The reader is a stage ahead, and within a period it comes first."""
+    """Return a plan with the reader a stage ahead, and first within a period."""
     schedule = {"read": TaskSchedule(thread_group=group), "train": TaskSchedule(1)}
     given = {"order": ["read", "train"], **order}
     return PipelinePlan(schedule, deps=[("train", "read")], pipeline_depth=depth, **given)
 
 
 def outputs(plan: PipelinePlan, tasks: list[PipelineTask], **options: Any) -> list[float]:
-    """What the reader found in each iteration."""
+    """Return the state that the reader found in each iteration."""
     with SWPipeline(plan, tasks, device="cpu", **options) as pipe:
         return [ctx.out for ctx in pipe.iterate(BATCHES)]
 
@@ -78,7 +78,7 @@ def outputs(plan: PipelinePlan, tasks: list[PipelineTask], **options: Any) -> li
 def test_a_reader_ahead_is_refused_at_the_first_iteration_that_shows_it(
     make: Callable[[], State], depth: int, group: str
 ) -> None:
-    """However far apart the two are kept by what limits the iterations in flight.
+    """The limit on iterations in flight may keep the two apart.
 
     A reader that waits for it gives the serial numbers, checked in all iterations.
     """
@@ -97,7 +97,7 @@ def test_a_reader_ahead_is_refused_at_the_first_iteration_that_shows_it(
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_table_that_is_made_once(waits: bool) -> None:
-    """Who reads it ever after must come after the one that makes it, on the iteration before."""
+    """Every later reader must come after the iteration before, on which it was made."""
     made: list[torch.Tensor] = []
 
     def read(ctx: IterContext) -> None:
@@ -118,7 +118,7 @@ def test_a_table_that_is_made_once(waits: bool) -> None:
 
 
 def test_a_table_made_by_the_first_of_two_that_the_plan_orders_within_an_iteration() -> None:
-    """The one that makes it runs ahead as it likes: nobody replaces it."""
+    """The task that makes it may run ahead: nothing replaces it."""
     made: list[torch.Tensor] = []
 
     def decode(ctx: IterContext) -> None:
@@ -135,7 +135,7 @@ def test_a_table_made_by_the_first_of_two_that_the_plan_orders_within_an_iterati
 
 
 def test_what_a_task_keeps_of_its_last_context() -> None:
-    """Another task made it on an iteration before, and may be ahead."""
+    """Another task made it on an earlier iteration, and may be ahead."""
     last: list[torch.Tensor] = [torch.zeros(1)]
 
     def decode(ctx: IterContext) -> None:
@@ -150,7 +150,7 @@ def test_what_a_task_keeps_of_its_last_context() -> None:
 
 
 def test_what_is_used_up_by_the_one_that_reads_it() -> None:
-    """Its memory is gone when the reader has returned."""
+    """Its memory is freed when the reader has returned."""
     box: list[torch.Tensor] = []
 
     def take(ctx: IterContext) -> None:

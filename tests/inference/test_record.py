@@ -29,11 +29,11 @@ from tests.inference.helpers import WORD, orders, process_group, reads, recorded
 
 
 def nothing(ctx: Any) -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
 def test_arguments_that_cannot_be_used() -> None:
-    """No tasks, two of one name, a number of iterations that is none, an object without state."""
+    """They are no tasks, two of one name, a bad number of iterations, an object without state."""
     task = PipelineTask("a", nothing)
     with pytest.raises(PlanError, match="the plan is empty"):
         record([], None)
@@ -48,7 +48,7 @@ def test_arguments_that_cannot_be_used() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
 def test_a_task_failure_is_raised_as_itself(error: BaseException) -> None:
-    """It gets a note of where; the model is restored, and recording has ended."""
+    """It gets a note of its place; the model is restored, and recording has ended."""
     model = nn.Linear(2, 1)
 
     def train(ctx: Any) -> None:
@@ -138,7 +138,7 @@ def test_a_lazy_module_gets_the_parameters_that_its_first_batch_would_make() -> 
 
 
 def test_sparse_gradients_are_recorded() -> None:
-    """Those of an embedding, as indices and values."""
+    """They are recorded as indices and values."""
     table = nn.EmbeddingBag(5, 2, sparse=True, mode="sum")
     optimizer = torch.optim.SparseAdam(table.parameters())
 
@@ -194,33 +194,33 @@ def test_a_task_that_communicates_is_globally_ordered(tmp_path: Path) -> None:
 
 
 class Simulator:
-    """Steps a state that only Python holds, as gymnasium's environments do, and keeps a log."""
+    """A simulator with state in Python, like gymnasium's environments, and a log file."""
 
     def __init__(self, path: Path) -> None:
         self.log = path.open("w+")
         self.state, self.draws = [0.0, 1.0], random.Random(3)
 
     def step(self, ctx: Any) -> None:
-        """Moves, draws and writes a line."""
+        """Move, draw, and write a line."""
         self.state[0] += self.state[1]
         self.state.append(self.draws.random())
         self.log.write(f"{self.state}\n")
         ctx.seen = list(self.state)
 
     def capture(self) -> Any:
-        """Everything that ``step`` changes."""
+        """Return everything that ``step`` changes."""
         self.log.flush()
         return self.state, self.draws.getstate(), self.log.tell()
 
     def restore(self, kept: Any) -> None:
-        """Put it back."""
+        """Restore a captured state."""
         self.state, draws, end = kept
         self.draws.setstate(draws)
         self.log.seek(end)
         self.log.truncate()
 
     def io(self) -> DeclaredIO:
-        """What it declares."""
+        """Return the declaration of the state."""
         return DeclaredIO(self.capture, self.restore, state="simulator")
 
 
@@ -254,7 +254,7 @@ def test_what_tasks_capture_is_restored(tmp_path: Path, fails: bool) -> None:
 
 
 def test_a_capture_that_fails_before_the_first_run_is_told() -> None:
-    """Such as that of a handle, which the first run makes."""
+    """An example is the capture of a handle, which the first run makes."""
     made: dict[str, int] = {}
     io = DeclaredIO(lambda: made["handle"], lambda kept: made.update(handle=kept), state="it")
     task = PipelineTask("make", lambda ctx: made.update(handle=1), io=[io])
@@ -264,7 +264,7 @@ def test_a_capture_that_fails_before_the_first_run_is_told() -> None:
 
 
 def test_a_step_on_a_worker_thread_is_guarded() -> None:
-    """The run's threads are its own: an optimizer that is not restored does not step there."""
+    """The run has its own threads: an optimizer that is not restored does not step there."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
@@ -288,7 +288,7 @@ def test_a_step_on_a_worker_thread_is_guarded() -> None:
 
 
 def test_tasks_of_which_nothing_is_declared_keep_their_order() -> None:
-    """The notes say which would be free if they were declared, and how to say it."""
+    """The notes say which could move if they were declared, and how to declare them."""
     model = nn.Linear(2, 1)
 
     def decode(ctx: Any) -> None:
@@ -338,7 +338,7 @@ def test_what_a_pure_task_does_against_its_word(lie: Any, text: str) -> None:
 
 
 def test_an_honest_pure_task_has_no_note() -> None:
-    """One that evaluates a frozen model."""
+    """The task evaluates a frozen model."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False).eval()
     honest = record(
         [PipelineTask("decode", lambda ctx: model(ctx.batch), pure=True)], torch.ones(3, 2)
@@ -347,7 +347,7 @@ def test_an_honest_pure_task_has_no_note() -> None:
 
 
 def test_what_a_loader_may_touch() -> None:
-    """Nothing, if it is apart from the loop; whatever is undeclared otherwise."""
+    """It uses nothing if it is apart from the loop; otherwise all that is undeclared."""
     cases: list[tuple[Any, Effects]] = [([], Effects()), (iter([]), undeclared_effects())]
     for loader, effects in cases:
         found = record([PipelineTask("a", nothing)], None, device="cpu", loader=loader)
@@ -369,7 +369,7 @@ def test_a_seeded_task_keeps_its_order_beside_one_that_draws_without() -> None:
 
 
 def test_an_evaluation_keeps_its_order_with_whoever_runs_the_model() -> None:
-    """It switches the mode and switches it back: a forward beside it would not drop anything."""
+    """It switches the mode and back: an overlapping forward would drop nothing."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout())
 
     def forward(ctx: Any) -> None:
@@ -390,7 +390,7 @@ def test_an_evaluation_keeps_its_order_with_whoever_runs_the_model() -> None:
 
 
 def test_a_state_on_the_host_is_ordered_with_a_task_that_was_seen_to_change_it() -> None:
-    """One task reads it by numpy, and says so; another one, which does not name it, writes it."""
+    """One task declares that it reads it by numpy; another one writes it without a declaration."""
     count = torch.zeros(1)
     array = count.numpy()
     tasks = [
@@ -407,7 +407,7 @@ def test_a_state_on_the_host_is_ordered_with_a_task_that_was_seen_to_change_it()
 
 
 def test_a_state_that_a_task_was_seen_to_change_and_does_not_name_is_the_bodys_too() -> None:
-    """What the task names keeps nothing else apart: it was accepted ahead of a body that reads."""
+    """A declared name does not make another state private: such a task once ran ahead."""
     weights = torch.zeros(1)
     tasks = [
         PipelineTask("a", lambda ctx: weights.add_(1), io=[DeclaredIO(state="log", others="")]),

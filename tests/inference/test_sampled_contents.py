@@ -1,4 +1,4 @@
-"""A sample of a tensor's content tells of changes that have no version."""
+"""A sample of a tensor's content shows changes without a version."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from swpipe.inference.sampled_contents import SampledContents, UsedMemory
 
 
 def used(*tensors: Tensor) -> list[UsedMemory]:
-    """As a task that has read these."""
+    """Return the record of a task that has read these tensors."""
     storages = Storages()
     numbers = [(tensor, *storages.of(tensor)) for tensor in tensors]
     return [UsedMemory(n, f"[{n}]", tensor, storages.reference(n)) for tensor, n in numbers]
 
 
 def told(*tensors: Tensor, change: Callable[[], object] | None = None) -> list[int]:
-    """On which iterations the tensors are found changed, if they are before the third one."""
+    """Return the iterations at which tensors are found changed, if they change before the third."""
     contents, found = SampledContents(CpuDevice()), []
     for iteration in range(5):
         if iteration == 3 and change is not None:
@@ -38,7 +38,7 @@ def told(*tensors: Tensor, change: Callable[[], object] | None = None) -> list[i
     [(1, torch.float32), (5_000, torch.bfloat16), (5_000, torch.bool), (100_000, torch.int64)],
 )
 def test_a_change_through_data_shows(count: int, dtype: torch.dtype) -> None:
-    """On the iteration after it, and on no other."""
+    """It shows on the next iteration, and on no other."""
     tensor = torch.ones(count, dtype=dtype)
     assert told(tensor) == []
     assert told(tensor, change=lambda: tensor.data.zero_()) == [3]
@@ -46,14 +46,14 @@ def test_a_change_through_data_shows(count: int, dtype: torch.dtype) -> None:
 
 
 def test_other_memory_with_the_same_values_is_no_change() -> None:
-    """As of what is moved away and back."""
+    """It was moved away and back, for example."""
     tensor = torch.rand(8)
     assert told(tensor, change=lambda: setattr(tensor, "data", tensor.data.clone())) == []
     assert told(tensor, change=lambda: setattr(tensor, "data", tensor.data * 2)) == [3]
 
 
 def test_what_has_no_content_to_compare() -> None:
-    """Memory that was let go meanwhile, elements of no number, a part with gaps."""
+    """These are freed memory, elements that are no numbers, and a part with gaps."""
     tensor = torch.rand(8)
     assert told(tensor, change=lambda: tensor.untyped_storage().resize_(0)) == []
     number = torch.rand(8, dtype=torch.complex64)
@@ -65,7 +65,7 @@ def test_what_has_no_content_to_compare() -> None:
 
 
 def test_a_few_of_many_are_looked_at() -> None:
-    """Of all parts of a model, the last one among them."""
+    """They are of all parts of a model, including the last."""
     tensors = [torch.rand(4) for _ in range(100)]
     found = told(*tensors, change=lambda: [one.data.add_(1) for one in tensors])
     assert 10 <= len(found) <= 16
@@ -73,7 +73,7 @@ def test_a_few_of_many_are_looked_at() -> None:
 
 
 def test_the_answer_of_a_device_is_read_when_it_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names the iteration that it is of."""
+    """The answer names its iteration."""
     reached: list[bool] = []
 
     class Event:
@@ -99,7 +99,7 @@ def test_the_answer_of_a_device_is_read_when_it_has_it(monkeypatch: pytest.Monke
 
 
 def test_modes_of_the_user_do_not_see_it() -> None:
-    """Such as one that counts operators, or memory that they make."""
+    """Examples are a mode that counts operators, and one that counts memory."""
 
     class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
@@ -115,7 +115,7 @@ def test_modes_of_the_user_do_not_see_it() -> None:
 
 
 def test_what_is_known_does_not_grow_with_the_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task has new batches in each of them."""
+    """A task has new batches in each iteration."""
     monkeypatch.setattr("swpipe.inference.pruned_dict._SPARE", 50)
     contents, kept = SampledContents(CpuDevice()), torch.ones(8)
     for iteration in range(200):

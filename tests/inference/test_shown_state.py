@@ -1,4 +1,4 @@
-"""What torch shows of the state that tasks use: it is put back, and known to whoever measures."""
+"""State that torch shows while tasks use it is restored, and known to those who measure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH = torch.ones(2, 3)
 
 
 def shown(*tasks: Any, state: Any = None) -> Owners:
-    """What a trial of these functions, or tasks, puts back."""
+    """Return the owners that a trial of these functions or tasks restores."""
     given = [t if isinstance(t, PipelineTask) else PipelineTask(t.__name__, t) for t in tasks]
     with SWPipeline(PipelinePlan.serial(given), given, device="cpu") as pipe:
         return Owners(trial_state(pipe, BATCH, state).owners)
@@ -29,7 +29,7 @@ def names(owners: Owners) -> list[str]:
 
 
 class Hidden:
-    """Whatever is many attributes away, behind a property and a name that no code has."""
+    """An object whose value is behind a property, at the end of a chain of attributes."""
 
     def __init__(self, value: Any) -> None:
         vars(self)["a" + "b"] = {"c": [value]}
@@ -40,7 +40,7 @@ class Hidden:
 
 
 def test_modules_and_optimizers_show_wherever_they_are() -> None:
-    """With their state; after the two iterations nothing has changed."""
+    """Their state shows, too; after the two iterations nothing has changed."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.Adam(model.parameters())
     hidden = Hidden(Hidden((model, optimizer)))
@@ -61,7 +61,7 @@ def test_modules_and_optimizers_show_wherever_they_are() -> None:
 
 
 def test_memory_that_is_written_shows_and_is_put_back() -> None:
-    """Also through data, a view, and a numpy array's tensor; what is only read does not."""
+    """Writes through data, a view, and a numpy array's tensor show; reads do not."""
     table, read = torch.zeros(4), torch.ones(3)
 
     def write(ctx: Any) -> None:
@@ -78,7 +78,7 @@ def test_memory_that_is_written_shows_and_is_put_back() -> None:
 
 
 def test_leaves_show_with_their_gradients() -> None:
-    """A parameter of no module, and no optimizer's."""
+    """The parameter belongs to no module and to no optimizer."""
     weight = nn.Parameter(torch.ones(3))
 
     def backward(ctx: Any) -> None:
@@ -92,7 +92,7 @@ def test_leaves_show_with_their_gradients() -> None:
 
 
 def test_generators_of_the_users_show() -> None:
-    """And the default ones are put back in any case."""
+    """The default generators are always restored."""
     own = torch.Generator().manual_seed(3)
     before, default = own.get_state(), torch.get_rng_state()
 
@@ -105,7 +105,7 @@ def test_generators_of_the_users_show() -> None:
 
 
 def test_what_is_declared_comes_first() -> None:
-    """By its memory, which may be an object with a state: a scheduler, which nothing shows."""
+    """Its memory may be an object with a state, such as a scheduler, which nothing else shows."""
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], 0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -126,7 +126,7 @@ def test_what_is_declared_comes_first() -> None:
 
 
 def test_a_failure_leaves_nothing() -> None:
-    """Neither changes nor hooks."""
+    """Neither changes nor hooks remain."""
     model = nn.Linear(3, 1)
 
     def fail(ctx: Any) -> None:

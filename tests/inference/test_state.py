@@ -79,7 +79,7 @@ def test_a_training_step_needs_no_declaration(name: str) -> None:
 
 
 def test_gradients_accumulate_and_options_are_state() -> None:
-    """A backward comes after the one before; a scheduler between a step and the next one."""
+    """A backward follows the previous one; a scheduler comes between two steps."""
     job = Job()
     scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 1)
 
@@ -156,7 +156,7 @@ def test_separately_used_parts_of_a_model_are_separate_states() -> None:
 
 
 def test_a_tensor_that_each_iteration_makes_anew_is_one_state() -> None:
-    """Such as an item of a list; the trial cannot put it back, and says so."""
+    """An item of a list is an example; the trial cannot restore it, and says so."""
     mean = [torch.zeros(1)]
 
     def add(ctx: Any) -> None:
@@ -189,7 +189,7 @@ def test_memory_gets_a_description() -> None:
 
 
 def test_draws_keep_their_order() -> None:
-    """Each generator is a state, but for random tasks; the notes say how to avoid the order."""
+    """Each generator is a state, except for random tasks; the notes say how to avoid the order."""
     own = torch.Generator()
 
     def one(ctx: Any) -> None:
@@ -217,7 +217,7 @@ def test_draws_keep_their_order() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_sets_the_generators_in_the_backward(reentrant: bool) -> None:
-    """And sets them back: a task that draws meanwhile would draw other numbers."""
+    """It restores them: a task that draws in the meantime would draw other numbers."""
     model = nn.Linear(4, 1)
 
     def load(ctx: Any) -> None:
@@ -238,7 +238,7 @@ def test_a_checkpoint_sets_the_generators_in_the_backward(reentrant: bool) -> No
 
 
 def test_declared_memory_belongs_to_the_declared_state() -> None:
-    """However it is reached, and whether its access was seen or not; the rest is not affected."""
+    """Any way to reach it counts, and unseen accesses, too; other memory is not affected."""
     job = Job()
     table = job.model[2].weight
     rows = table.detach()[0]
@@ -261,7 +261,7 @@ def test_declared_memory_belongs_to_the_declared_state() -> None:
 
 
 def test_modules_and_shards_can_be_declared() -> None:
-    """Restored like others, wherever they are; this rank's part of what is not a ``Tensor``."""
+    """They are restored like others; of a sharded tensor, this rank's part."""
 
     class Sharded:
         def local_shards(self) -> list[Any]:
@@ -286,7 +286,7 @@ def test_modules_and_shards_can_be_declared() -> None:
 
 
 def test_memory_that_cannot_be_declared() -> None:
-    """That of two states, and what is no tensor."""
+    """It is memory of two states, or no tensor."""
     weight = nn.Parameter(torch.ones(2, 3))
     io = [DeclaredIO(state=name, memory=[weight.detach()[part]]) for part, name in enumerate("ab")]
     with pytest.raises(PlanError, match=r"'step' declares that state 'b' .*shape \[3\].* 'a'"):
@@ -297,7 +297,7 @@ def test_memory_that_cannot_be_declared() -> None:
 
 
 def test_a_stale_state_makes_no_other_stale() -> None:
-    """Only the table may be read one step behind; the buffers beside it are states of their own."""
+    """Only the table may be read one step behind; the buffers next to it are separate states."""
     table = nn.Embedding(4, 2)
     table.register_buffer("looked_up", torch.zeros(1))
     table.register_buffer("scale", torch.ones(1))
@@ -357,7 +357,7 @@ def test_a_saved_tensor_is_not_read_through_another_reference() -> None:
 
 
 def test_memory_that_the_next_iteration_writes_in_place_is_read_as_state() -> None:
-    """A task that reads the memory through the context comes before that write."""
+    """A task that reads the memory through the context comes before the write."""
 
     class Kept(nn.Module):
         last: torch.Tensor | None = None
@@ -381,7 +381,7 @@ def test_memory_that_the_next_iteration_writes_in_place_is_read_as_state() -> No
 
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_a_reused_buffer_is_read_by_backward(iterations: int) -> None:
-    """The next iteration writes where backward reads; one iteration alone does not show that."""
+    """The next iteration writes where backward reads; one iteration does not show that."""
     room: list[torch.Tensor] = []
 
     def look(ctx: Any) -> None:
@@ -437,7 +437,7 @@ def test_a_write_that_a_schema_does_not_declare_is_detected() -> None:
 
 
 def test_freezing_a_parameter_is_a_write() -> None:
-    """So it is ordered with backward."""
+    """Therefore it is ordered with backward."""
     job = Job()
 
     def freeze(ctx: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is known of gradients without reading ``parameter.grad``."""
+"""The knowledge of gradients that does not need ``parameter.grad``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.inference.helpers import process_group
 
 
 def backward(model: nn.Module) -> UseRecorder:
-    """What a recorder sees of one."""
+    """Return a recorder that watched a backward."""
     recorder = UseRecorder(resolve("cpu"))
     with recorder:
         model(torch.ones(3, 4)).square().mean().backward()
@@ -25,7 +25,7 @@ def backward(model: nn.Module) -> UseRecorder:
 
 
 def missed(model: nn.Module, recorder: UseRecorder) -> list[str]:
-    """The parameters whose gradient is not the tensor that was seen, or in other memory."""
+    """Return the parameters whose recorded gradient is missing, another tensor, or elsewhere."""
     return [
         name
         for name, parameter in model.named_parameters()
@@ -37,7 +37,7 @@ def missed(model: nn.Module, recorder: UseRecorder) -> list[str]:
 
 
 def test_a_gradient_is_told_from_the_bucket_that_it_is_copied_to(tmp_path: Path) -> None:
-    """DDP's hooks run operators where the gradient is accumulated; also on whole buckets."""
+    """DDP's hooks run operators while gradients are accumulated, also on whole buckets."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     with process_group(tmp_path):
         parallel = DistributedDataParallel(model)
@@ -48,7 +48,7 @@ def test_a_gradient_is_told_from_the_bucket_that_it_is_copied_to(tmp_path: Path)
 
 
 def test_the_last_of_several_gradients_counts_and_a_sparse_one_is_told_from_its_parts() -> None:
-    """Of those that one task accumulates and clears; autograd looks at a sparse one's indices."""
+    """One task accumulates and clears several; autograd reads a sparse one's indices."""
     model, table = nn.Linear(4, 1), nn.EmbeddingBag(5, 3, sparse=True)
     recorder = UseRecorder(resolve("cpu"))
     with recorder:
@@ -62,7 +62,7 @@ def test_the_last_of_several_gradients_counts_and_a_sparse_one_is_told_from_its_
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_gradient_that_was_cleared_is_gone(kept: bool) -> None:
-    """Also where its memory is still in use; but not while the tensor itself is."""
+    """This holds if its memory is still in use, but not while the tensor itself is."""
     model = nn.Linear(4, 1)
     gradients = WatchedGradients(model.parameters())
     gradients.add(backward(model).accumulated)
@@ -82,7 +82,7 @@ def test_a_gradient_that_was_cleared_is_gone(kept: bool) -> None:
 
 
 def test_a_gradient_is_cleared_although_something_else_keeps_it() -> None:
-    """Whoever clears it, by hand or not: what counts is what the parameter has."""
+    """Any way to clear it counts, since the parameter's own gradient is compared."""
     parameter = nn.Parameter(torch.ones(2))
     kept = parameter.grad = torch.ones(2)
     watched = WatchedGradients([parameter])

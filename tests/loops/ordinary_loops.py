@@ -1,4 +1,4 @@
-"""A loader, the functions of an ordinary training loop, and loaders that know where they are."""
+"""A loader, the functions of an ordinary training loop, and loaders with a state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = 22  # the last batch of 4 has 2
 
 
 class Rows(Dataset[Tensor]):
-    """Rows of random numbers, made once."""
+    """A dataset of random rows, made once."""
 
     def __init__(self) -> None:
         draws = torch.Generator().manual_seed(5)
@@ -38,14 +38,14 @@ class Rows(Dataset[Tensor]):
 
 
 class NoisyRows(Rows):
-    """Rows with random augmentation, drawn when they are read."""
+    """A dataset with random augmentation, drawn when a row is read."""
 
     def __getitem__(self, index: int) -> Tensor:
         return super().__getitem__(index) + 0.1 * random.random() * torch.rand(4)
 
 
 def batches(rows: Dataset[Tensor] | None = None, **options: Any) -> DataLoader[Tensor]:
-    """Batches of 4 rows."""
+    """Return a loader of batches of 4 rows."""
     return DataLoader(rows or Rows(), **{"batch_size": 4, **options})
 
 
@@ -57,7 +57,7 @@ def record_of(loader: Any) -> PassRecord:
 
 
 class Training:
-    """The usual parts of a loop, with a model from 4 numbers to 1; a loop replaces some of them."""
+    """The parts of an ordinary loop, with a model from 4 numbers to 1; a loop may replace some."""
 
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
@@ -89,7 +89,7 @@ class Training:
         return list(found.values())
 
     def tasks(self, **others: Fn) -> list[Any]:
-        """The same, with decode declared."""
+        """Return the functions as tasks, with decode declared pure."""
         decode, *rest = self.functions(**others)
         return [swpipe.task(pure=True)(decode), *rest]
 
@@ -98,7 +98,7 @@ class Training:
 
 
 class StatefulRows:
-    """A loader that knows where it is, and shuffles by numbers of its own."""
+    """A loader with a state, which shuffles by a generator of its own."""
 
     def __init__(self) -> None:
         self.at, self.epoch = 0, 0
@@ -118,12 +118,12 @@ class StatefulRows:
 
 
 def with_generator() -> torch.Generator:
-    """A loader's own."""
+    """Return a generator, as for a loader."""
     return torch.Generator().manual_seed(5)
 
 
 def torchdata(rows: Any = None, **options: Any) -> Any:
-    """Shuffled batches of a loader with a state."""
+    """Return a torchdata loader of shuffled batches."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchdata.stateful_dataloader import StatefulDataLoader

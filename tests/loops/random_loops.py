@@ -1,7 +1,7 @@
-"""Random loops that draw random numbers, on either side, and the plain loop beside each.
+"""Random loops whose loader or body draws random numbers, each with its plain loop.
 
-A program says what each pull and each body draws, and how long it takes; it is run by a plain loop,
-which is the oracle, and by ``swpipe.ahead``.
+A program defines what each pull and each body draws, and how long it takes. The plain loop is the
+reference for ``swpipe.ahead``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ DRAWS: dict[str, Callable[[], float]] = {
 }
 
 FOR_A_MOMENT = ("fork_rng", "FakeData", "numpy for a moment", "Python for a moment")
-"""What leaves no trace in the states."""
+"""Changes that leave no trace in the states."""
 
 WHEN: dict[str, Callable[[random.Random, int], Callable[[int], bool]]] = {
     "never": lambda rng, size: lambda number: False,
@@ -99,7 +99,7 @@ WHEN: dict[str, Callable[[random.Random, int], Callable[[int], bool]]] = {
 
 
 def _generator_of(name: str) -> str:
-    """The default generator that a draw uses."""
+    """Return the name of the default generator that a draw uses."""
     if name in ("random", "gauss", "shuffle", "Python for a moment"):
         return "python"
     return "numpy" if name in ("numpy", "randn", "permutation", "numpy for a moment") else "torch"
@@ -120,7 +120,7 @@ MADE_BEFORE = ("list", "tensors", "shuffled tensors")
 
 @dataclass(frozen=True)
 class Side:
-    """What the loader, or the body, draws, when, and how long it takes."""
+    """The draws of the loader or the body: which, when, and with which pauses."""
 
     draws: tuple[str, ...]
     when: str
@@ -128,7 +128,7 @@ class Side:
     late: bool
 
     def use(self, number: int, draws_now: bool) -> float:
-        """Take the time, and draw before or after it."""
+        """Pause, and draw before or after the pause."""
         pause = self.pauses[number % len(self.pauses)]
         if self.late and pause:
             time.sleep(pause)
@@ -139,17 +139,17 @@ class Side:
 
 
 class Program:
-    """A loop, by a seed.
+    """A loop, derived from a seed.
 
     Attributes:
-        kind: Of the loader.
-        size: So many batches a pass has.
-        loader: What it draws.
-        body: What the body draws.
-        functions: How many functions run ahead.
+        kind: The kind of the loader.
+        size: The number of batches in a pass.
+        loader: The draws of the loader.
+        body: The draws of the body.
+        functions: The number of functions that run ahead.
         workers: Threads for them.
-        draws: What is said.
-        leaves: After so many batches each pass is left; 0 for never.
+        draws: The declaration.
+        leaves: The number of batches after which each pass is left; 0 for never.
     """
 
     def __init__(self, seed: int) -> None:
@@ -171,17 +171,17 @@ class Program:
         return f"{self.seed}: {said}, draws={self.draws}\n  {self.loader}\n  {self.body}"
 
     def _chances(self) -> tuple[Callable[[int], bool], Callable[[int], bool]]:
-        """Whether the loader, and the body, draws at a batch of a pass."""
+        """Return functions that tell whether the loader and the body draw at a batch."""
         chances = random.Random(self.seed)
         pulls = WHEN[self.loader.when](chances, self.size)
         return pulls, WHEN[self.body.when](chances, self.size)
 
     @property
     def leaves_no_trace(self) -> bool:
-        """Whether the states may not show that both sides draw from one generator.
+        """Whether the states may fail to show that both sides draw from one generator.
 
-        As the guide says: neither is seen in the first four iterations, which run alone, and one
-        of them sets the generator back each time, or draws only once.
+        As the guide says: neither draw is seen in the first four iterations, which run serially,
+        and one side restores the generator each time, or draws only once.
         """
         pulls, bodies = self._chances()
         size = self.leaves or self.size
@@ -199,7 +199,7 @@ class Program:
         return bool(shared) and all(counts) and (any(moments) or 1 in counts)
 
     def run(self, over: Callable[[Any], Iterable[Any]]) -> list[Any]:
-        """What the loop has seen, and what the generators draw next."""
+        """Return what the loop has seen, and the next draws of the generators."""
         torch.manual_seed(self.seed)
         random.seed(self.seed)
         np.random.seed(self.seed)
@@ -217,14 +217,14 @@ class Program:
         return [*seen, float(torch.rand(1)), random.random(), float(np.random.rand())]
 
     def ahead(self, loader: Any) -> Any:
-        """The loop under test."""
+        """Return the loop under test."""
         functions = [_scaled, _shifted][: self.functions]
         return swpipe.ahead(
             loader, *functions, workers=self.workers, draws=self.draws, device="cpu"
         )
 
     def plain(self, loader: Any) -> Any:
-        """The oracle."""
+        """Return the reference loop."""
         functions = [_scaled, _shifted][: self.functions]
         return _Plain(loader, functions)
 
@@ -296,9 +296,9 @@ def _loader(kind: str, size: int, pull: Callable[[int], Tensor]) -> Any:
 
 
 def outcomes(seeds: Iterable[int]) -> tuple[Counter[str], list[str]]:
-    """How programs ended, and those that silently differ from the plain loop.
+    """Count how programs ended, and return those that differ from the plain loop without an error.
 
-    Of those whose states may show nothing, which differ is counted apart.
+    Programs whose states may show nothing are counted apart.
     """
     counts, silent = Counter[str](), list[str]()
     for seed in seeds:

@@ -1,4 +1,4 @@
-"""One line for a plain loop: batches are made while its body runs, and every bit is the same."""
+"""One changed line in a plain loop: batches are made while its body runs, with equal bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the loop, a task or its body, dr
 
 
 def same(found: Any, expected: Any) -> None:
-    """Bit for bit."""
+    """Check that two values are equal bit for bit."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -33,7 +33,7 @@ def same(found: Any, expected: Any) -> None:
 def test_so_many_batches_are_made_while_the_body_runs(
     prefetch: int, functions: tuple[Callable[[Any], Any], ...]
 ) -> None:
-    """And no more, however long it takes."""
+    """No more are made, however long the body takes."""
     pulled: list[int] = []
 
     def loader() -> Iterator[int]:
@@ -49,7 +49,7 @@ def test_so_many_batches_are_made_while_the_body_runs(
 
 
 def test_functions_run_in_order_and_have_names() -> None:
-    """Those of the functions; a second one of the same name has a number."""
+    """They have the functions' names; a second one of the same name has a number."""
 
     class Twice:
         def __call__(self, batch: int) -> int:
@@ -89,7 +89,7 @@ def test_an_iterator_gives_a_batch_again_that_was_being_pulled_when_the_loop_was
 
 
 class Stream(IterableDataset[Tensor]):
-    """Goes on from pass to pass."""
+    """A dataset that continues from pass to pass."""
 
     def __init__(self) -> None:
         self.rows = itertools.count()
@@ -99,7 +99,7 @@ class Stream(IterableDataset[Tensor]):
 
 
 class Packer:
-    """Hands out a row of the batch before with each."""
+    """A collate function that moves a row of each batch to the next one."""
 
     left = torch.zeros(4)
 
@@ -110,7 +110,7 @@ class Packer:
 
 
 class OwnLoader:
-    """Of no class that is known."""
+    """A loader of a class that swpipe does not know."""
 
     def __init__(self) -> None:
         self.numbers = itertools.count()
@@ -120,7 +120,7 @@ class OwnLoader:
 
 
 def passes(loader: Iterable[Any], *, left_at: int = 3) -> list[Any]:
-    """The batches of three passes, left early."""
+    """Return the batches of three passes, each left early."""
     return [batch for _ in range(3) for batch in itertools.islice(loader, left_at)]
 
 
@@ -135,7 +135,7 @@ KEEP_ROWS: list[Callable[[], Iterable[Any]]] = [
 def test_what_a_stream_loses_where_a_pass_is_left_is_told_once(
     loader: Callable[[], Iterable[Any]],
 ) -> None:
-    """Nobody can see whether it goes on where it stopped."""
+    """Nobody can know whether the stream continues where it stopped."""
     with swpipe.ahead(loader(), device="cpu") as loop:
         with pytest.warns(RuntimeWarning, match="were dropped.*give its iterator") as told:
             found = passes(loop)
@@ -145,7 +145,7 @@ def test_what_a_stream_loses_where_a_pass_is_left_is_told_once(
 
 
 def test_the_iterator_of_a_stream_loses_nothing() -> None:
-    """That is the mend."""
+    """An iterator is the fix for a stream."""
     with swpipe.ahead(iter(DataLoader(Stream(), batch_size=2)), device="cpu") as loop:
         same(passes(loop), passes(DataLoader(Stream(), batch_size=2)))
 
@@ -159,14 +159,14 @@ def test_the_iterator_of_a_stream_loses_nothing() -> None:
     ],
 )
 def test_what_begins_anew_is_left_without_a_word(loader: Callable[[], Iterable[Any]]) -> None:
-    """A data set with indices, workers, and a list."""
+    """These are a dataset with indices, workers, and a list."""
     with swpipe.ahead(loader(), device="cpu") as loop:
         same(passes(loop), passes(loader()))
 
 
 @pytest.mark.filterwarnings("ignore:the last pass was left")
 def test_a_loader_is_called_by_one_thread_at_a_time() -> None:
-    """A new pass waits for the pull of the one that was left."""
+    """A new pass waits for the pull of the pass that was left."""
     inside: list[int] = []
     pulling, goes_on = threading.Event(), threading.Event()
 
@@ -195,7 +195,7 @@ def test_a_loader_is_called_by_one_thread_at_a_time() -> None:
 
 @pytest.mark.parametrize("where", ["the loader", "a function"])
 def test_an_error_comes_when_the_batches_before_it_were_given(where: str) -> None:
-    """As itself, with a note of where."""
+    """It is raised unchanged, with a note of its place."""
 
     def loader() -> Iterator[int]:
         for number in range(6):
@@ -219,7 +219,7 @@ def test_an_error_comes_when_the_batches_before_it_were_given(where: str) -> Non
 
 
 def test_it_has_what_the_loader_has() -> None:
-    """To read, to call, and to set; its own attributes are its own. It is no loader for another."""
+    """It can be read, called and set; own attributes stay. It is no loader for another loop."""
     rows = DataLoader(TensorDataset(torch.arange(10.0)), batch_size=4, drop_last=True)
     loop = swpipe.ahead(rows, device="cpu")
     assert isinstance(loop, DataLoader)
@@ -247,7 +247,7 @@ def test_it_has_what_the_loader_has() -> None:
 
 
 def test_accelerate_prepares_the_loader_and_not_what_is_ahead_of_it() -> None:
-    """It would make a plain loader of it, and say nothing."""
+    """Otherwise it would silently become a plain loader."""
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
     loader = batches()
     with pytest.raises(TypeError, match="give it the loader, and what it returns to ahead"):
@@ -261,7 +261,7 @@ def test_accelerate_prepares_the_loader_and_not_what_is_ahead_of_it() -> None:
 
 
 def test_what_the_loader_itself_changes_is_none() -> None:
-    """A counter of its own."""
+    """A counter of the loader is an example."""
     seen = torch.zeros(2)
 
     def loader() -> Iterator[Tensor]:
@@ -278,7 +278,7 @@ def test_what_the_loader_itself_changes_is_none() -> None:
 
 
 def test_functions_run_on_as_many_batches_at_once_as_there_are_workers() -> None:
-    """Each waits for the others; batches come in order, and a failure in its turn."""
+    """Each waits for the others; batches come in order, and a failure in its place."""
     together = threading.Barrier(3)
     seen: set[int] = set()
 
@@ -299,7 +299,7 @@ def test_functions_run_on_as_many_batches_at_once_as_there_are_workers() -> None
 
 
 def test_a_loop_may_be_the_loader_of_another() -> None:
-    """In a generator, as endless data is; a watched pull of the outer one pulls from the inner."""
+    """Endless data is such a generator; a watched pull of the outer loop pulls from the inner."""
 
     def cycle(loop: Iterable[int]) -> Iterator[int]:
         while True:

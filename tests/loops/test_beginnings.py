@@ -1,4 +1,4 @@
-"""A pass over a loop begins where that of a plain loop does: at ``iter``; batches come later."""
+"""A pass over a loop begins as in a plain loop: at ``iter``; batches come later."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ Wrap = Callable[[Any], Iterable[Any]]
 
 @swpipe.task
 def nothing(ctx: Any) -> None:
-    """Any task."""
+    """Do nothing."""
 
 
 def overlapped(loader: Any) -> Any:
-    """Ahead of nothing."""
+    """Return an overlapped loop whose loader is pulled ahead."""
     return swpipe.overlap(loader, [nothing], pull_ahead=True, device="cpu")
 
 
 def in_a_plan(loader: Any) -> Any:
-    """Over a pipeline of one's own."""
+    """Return a resumable loop over a serial pipeline."""
     return ResumableLoop(SWPipeline(PipelinePlan.serial([nothing]), device="cpu"), loader)
 
 
 def shuffled(workers: int = 0) -> DataLoader[Any]:
-    """Draws a seed when a pass begins, and with the first batch."""
+    """Return a loader that draws a seed when a pass begins, and with the first batch."""
     return DataLoader(torch.arange(8), batch_size=2, shuffle=True, num_workers=workers)
 
 
 def rows(contexts: Iterable[Any]) -> list[Any]:
-    """The batches, of contexts or as they are."""
+    """Return the batches as lists, from contexts or from a plain loop."""
     return [getattr(one, "batch", one).tolist() for one in contexts]
 
 
@@ -63,7 +63,7 @@ def begun_twice(wrap: Wrap, workers: int) -> list[Any]:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("script", [zipped, drawn_between, begun_twice])
 def test_a_pass_begins_at_iter(script: Callable[..., Any], workers: int) -> None:
-    """What it draws then, and what others draw, is drawn in the order of a plain loop."""
+    """Its draws, and those of others, come in the order of a plain loop."""
 
     def numbers(wrap: Wrap) -> Any:
         torch.manual_seed(0)
@@ -75,7 +75,7 @@ def test_a_pass_begins_at_iter(script: Callable[..., Any], workers: int) -> None
 
 
 class Counting:
-    """Says what was asked of it."""
+    """A loader that records the calls."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -91,7 +91,7 @@ class Counting:
 
 @pytest.mark.parametrize("wrap", [overlapped, in_a_plan])
 def test_batches_are_pulled_when_they_are_asked_for(wrap: Wrap) -> None:
-    """None at the beginning."""
+    """None is pulled at the beginning."""
     loader = Counting()
     contexts = iter(wrap(loader))
     assert loader.told == ["begun"]
@@ -100,7 +100,7 @@ def test_batches_are_pulled_when_they_are_asked_for(wrap: Wrap) -> None:
 
 
 def test_a_pass_that_is_asked_for_nothing_leaves_nothing() -> None:
-    """A trainer looks in this way whether something iterates; a DataLoader it knows."""
+    """A trainer checks in this way whether something iterates; it knows DataLoaders."""
     torch.manual_seed(0)
     expected = rows(shuffled())
     torch.manual_seed(0)
@@ -111,7 +111,7 @@ def test_a_pass_that_is_asked_for_nothing_leaves_nothing() -> None:
 
 
 def test_two_passes_take_turns() -> None:
-    """The second one's batches come when the first has ended; by its length, if nobody asks."""
+    """The second pass begins when the first has ended; by its length, if nobody asks."""
     with overlapped([torch.tensor([0]), torch.tensor([1])]) as loop:
         first, second = iter(loop), iter(loop)
         assert rows([next(first)]) == [[0]]
@@ -127,7 +127,7 @@ def test_two_passes_take_turns() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("wrap", [overlapped, in_a_plan])
 def test_a_state_of_a_pass_that_has_begun_leads_back_to_it(wrap: Wrap, workers: int) -> None:
-    """To its shuffle, and to what was drawn since."""
+    """It has its shuffle, and the draws since."""
     torch.manual_seed(0)
     loop: Any = wrap(shuffled(workers))
     contexts = iter(loop)
@@ -142,7 +142,7 @@ def test_a_state_of_a_pass_that_has_begun_leads_back_to_it(wrap: Wrap, workers: 
 
 
 def test_an_iterator_that_was_begun_twice_is_one() -> None:
-    """As in a plain loop."""
+    """This is as in a plain loop."""
     with overlapped(torch.tensor([number]) for number in range(5)) as loop:
         first, second = iter(loop), iter(loop)
         assert rows([next(first), next(first)]) == [[0], [1]]

@@ -1,4 +1,4 @@
-"""What tasks ahead change in place, of batches that the loader keeps, is never taken for data."""
+"""A batch that the loader keeps, and that a task ahead changes in place, is never read as data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHANGES: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
 
 
 class Changing:
-    """A pure task that changes one batch in place, when it may."""
+    """A pure task that changes one batch in place when the test allows it."""
 
     def __init__(self, number: int, change: Callable[[Any], object]) -> None:
         self.may_begin = threading.Event()

@@ -1,4 +1,4 @@
-"""A state that is damaged, or of another loop, is refused in words, or is one that could be."""
+"""A damaged or foreign state is refused with a message, or it could be a state of the loop."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 @swpipe.task(pure=True)
 def decode(ctx: Any) -> None:
-    """Uses the context alone."""
+    """Use the context alone."""
     ctx.x = ctx.batch * 2
 
 
 def made(name: str) -> OverlappedLoop[Any]:
-    """A loop over one of the loaders."""
+    """Return a loop over one of the loaders."""
     return swpipe.overlap(
         LOADERS[name](), [decode], pull_ahead=True, device="cpu", seed=3, check_effects=False
     )
@@ -43,7 +43,7 @@ def made(name: str) -> OverlappedLoop[Any]:
 
 @cache
 def saved(name: str) -> tuple[dict[str, Any], ...]:
-    """States from the middle of a pass, and from its end."""
+    """Return states from the middle of a pass, and from its end."""
     torch.manual_seed(3)
     with made(name) as loop:
         states = [copy.deepcopy(loop.state_dict()) for _ in loop]
@@ -51,7 +51,7 @@ def saved(name: str) -> tuple[dict[str, Any], ...]:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path to each part of a state; of a long sequence, to a few of its items."""
+    """Yield the path to each part of a state, and to the first items of a sequence."""
     yield path
     items: Any = ()
     if isinstance(value, dict):
@@ -63,7 +63,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def replaced(value: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) -> Any:
-    """A copy with another value at a path, or without it."""
+    """Return a copy with the value at a path changed or removed."""
     if not path:
         return change(value)
     key, *rest = path
@@ -77,7 +77,7 @@ def replaced(value: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) ->
 
 
 def without(value: Any) -> Any:
-    """Stands for nothing."""
+    """Mark a part that ``replaced`` has to remove."""
     return None
 
 
@@ -86,7 +86,7 @@ CHANGES: tuple[Callable[[Any], Any], ...] = (without, lambda _: 5)
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_damaged_state_is_refused_in_words(name: str) -> None:
-    """Any part is another value, or is missing; what is taken can be gone on with."""
+    """One part is another value, or missing; a state that is accepted can be continued."""
     taken = 0
     loop = made(name)
     for state in saved(name):
@@ -108,7 +108,7 @@ def test_a_damaged_state_is_refused_in_words(name: str) -> None:
 
 
 def test_a_state_of_another_version_is_refused() -> None:
-    """It is said which."""
+    """The error names the version."""
     with made("a tuple") as loop:
         with pytest.raises(ValueError, match="its version is 99, and this swpipe has 5"):
             loop.load_state_dict(saved("a tuple")[0] | {"version": 99})

@@ -1,4 +1,4 @@
-"""Who uses the random generators of a loop: what is said of it, seen, told, and refused."""
+"""The users of a loop's random generators: declared, seen, reported, and refused."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ IN_TURN = "draws from .*made in turn with the body"
 
 
 def seed(number: int = 3) -> None:
-    """All default generators."""
+    """Seed all default generators."""
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
 
 
 def pulls(count: int, draw: Callable[[int], float]) -> Iterator[float]:
-    """A loader in the process that draws."""
+    """Yield draws in this process."""
     for number in range(count):
         yield number + draw(number)
 
@@ -48,24 +48,24 @@ def nothing(number: int) -> float:
 
 
 def thread_of_pulls(count: int) -> Iterator[int]:
-    """Each batch is the thread that made it."""
+    """Yield the thread that makes each batch."""
     for _ in range(count):
         yield threading.get_ident()
 
 
 def draw_nothing(ctx: Any) -> None:
-    """A task."""
+    """Do nothing."""
 
 
 class Noisy(Rows):
-    """Rows that draw, on the thread that reads them."""
+    """A dataset that draws on the thread that reads it."""
 
     def __getitem__(self, index: int) -> Tensor:
         return super().__getitem__(index) + torch.rand(4)
 
 
 def both_draw(*loops: Any) -> list[float]:
-    """Bodies that draw."""
+    """Run loops over loaders, with bodies that draw."""
     return [float(torch.rand(1)) + random.random() for loop in loops for _ in loop]
 
 
@@ -73,14 +73,14 @@ def both_draw(*loops: Any) -> list[float]:
 
 
 def test_pulls_in_turn_are_made_on_the_callers_thread() -> None:
-    """At the plain loop's speed, where nothing is said and the body draws."""
+    """If nothing is declared and the body draws, they have the plain loop's speed."""
     with pytest.warns(RuntimeWarning, match=IN_TURN):
         threads = [(thread, random.random())[0] for thread in swpipe.ahead(thread_of_pulls(20))]
     assert {*threads} == {threading.get_ident()}
 
 
 def test_a_loader_that_draws_beside_a_quiet_body_takes_turns_without_a_word() -> None:
-    """A later draw of the body would leave no trace: ``draws=True`` says that there is none."""
+    """A later draw of the body would leave no trace; ``draws=True`` says that there is none."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mine = threading.get_ident()
@@ -104,7 +104,7 @@ def test_a_loader_that_draws_nothing_is_ahead_of_a_quiet_body_from_the_fifth_bat
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_what_is_said_lets_the_loader_be_ahead(draws: bool) -> None:
-    """The body and a later pull meet."""
+    """The body and a later pull overlap."""
     meet = threading.Barrier(2, timeout=PATIENCE_S)
 
     def loader() -> Iterator[int]:
@@ -123,7 +123,7 @@ def test_what_is_said_lets_the_loader_be_ahead(draws: bool) -> None:
 
 
 def test_the_warning_says_what_to_type_and_that_is_ahead() -> None:
-    """Its own line, as it stands, gives the overlap."""
+    """The line in the message gives the overlap if it is pasted."""
     rows = [thread_of_pulls(12), thread_of_pulls(12)]
     loader = rows[0]
     with pytest.warns(RuntimeWarning, match=IN_TURN) as told:
@@ -136,7 +136,7 @@ def test_the_warning_says_what_to_type_and_that_is_ahead() -> None:
 
 
 def test_it_is_told_once_of_a_loader_and_not_of_a_quiet_body() -> None:
-    """Whatever number of loops."""
+    """This holds for any number of loops."""
     loader = batches(Noisy())
     with pytest.warns(RuntimeWarning, match=IN_TURN) as told:
         assert len(both_draw(*(swpipe.ahead(loader, device="cpu") for _ in range(3)))) == 18
@@ -147,7 +147,7 @@ def test_it_is_told_once_of_a_loader_and_not_of_a_quiet_body() -> None:
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("when", ["always", "now and then"])
 def test_a_loader_and_a_body_that_draw_alike_take_turns(name: str, when: str) -> None:
-    """Also for a moment: the numbers of the plain loop, every time."""
+    """They draw only temporarily, too, and have the numbers of the plain loop every time."""
     draw = DRAWS[name]
 
     def run(over: Callable[[Any], Any]) -> list[Any]:
@@ -165,7 +165,7 @@ def test_a_loader_and_a_body_that_draw_alike_take_turns(name: str, when: str) ->
 
 
 def test_a_body_that_begins_to_draw_beside_a_loader_that_does_not_takes_turns() -> None:
-    """From then on."""
+    """They take turns from then on."""
     mine = threading.get_ident()
     loop = swpipe.ahead(thread_of_pulls(30), device="cpu")
 
@@ -194,7 +194,7 @@ def test_a_body_that_begins_to_draw_late_beside_a_loader_that_has_drawn_is_an_er
 
 
 def test_an_iterator_that_has_drawn_ahead_of_a_break_is_told() -> None:
-    """What comes after the loop draws other numbers than in a plain loop."""
+    """Code after the loop draws other numbers than in a plain loop."""
     loop = swpipe.ahead(pulls(30, lambda number: random.random() if number > 5 else 0.0))
 
     def leave_after_six() -> None:
@@ -208,7 +208,7 @@ def test_an_iterator_that_has_drawn_ahead_of_a_break_is_told() -> None:
 
 
 def test_draws_true_is_an_error_where_the_body_draws() -> None:
-    """At the first hand-over that shows it."""
+    """The error comes at the first hand-over that shows it."""
     loop = swpipe.ahead(pulls(30, lambda number: random.random()), draws=True, device="cpu")
     with pytest.raises(RuntimeError, match="both draw from Python's.*draws=True says that the loa"):
         assert [random.random() for _ in loop]
@@ -219,7 +219,7 @@ def test_draws_true_is_an_error_where_the_body_draws() -> None:
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_false_is_checked(name: str) -> None:
-    """Net change or not; the error names the generator, and where."""
+    """A draw without net change counts, too; the error names the generator, and where."""
     draw = DRAWS[name]
     with pytest.raises(RuntimeError, match="draws=False says.*pull 2 .*default generator") as error:
         for _ in swpipe.ahead(pulls(9, lambda number: draw()), draws=False, device="cpu"):
@@ -229,7 +229,7 @@ def test_draws_false_is_checked(name: str) -> None:
 
 
 def test_draws_false_is_checked_later_too() -> None:
-    """A pull at a growing distance."""
+    """Pulls are checked at growing distances."""
     with pytest.raises(RuntimeError, match="pull 16 of the pass has drawn from numpy's"):
         for _ in swpipe.ahead(
             pulls(30, lambda number: np.random.rand() if number > 10 else 0.0),
@@ -240,7 +240,7 @@ def test_draws_false_is_checked_later_too() -> None:
 
 
 class Drawn(Sampler[int]):
-    """Draws each index from Python's generator."""
+    """A sampler that draws each index from Python's generator."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(22):
@@ -251,7 +251,7 @@ class Drawn(Sampler[int]):
 
 
 def test_draws_false_names_the_sampler_that_draws() -> None:
-    """One of torch's by its class, at the call; another in the pull, by its method."""
+    """It names a sampler of torch by its class, at the call; another by its method, in the pull."""
     explicit = RandomSampler(Rows(), replacement=True, generator=torch.default_generator)
     with pytest.raises(ValueError, match="its RandomSampler draws from torch's for each batch"):
         swpipe.ahead(batches(sampler=explicit), draws=False, device="cpu")
@@ -262,7 +262,7 @@ def test_draws_false_names_the_sampler_that_draws() -> None:
 
 @pytest.mark.parametrize("draws", [0, 1, "no", [False]])
 def test_draws_is_true_false_or_none(draws: Any) -> None:
-    """In ahead and in overlap."""
+    """This holds for ahead and for overlap."""
     for call in (swpipe.ahead, swpipe.overlap):
         given: tuple[Any, ...] = ([1],) if call is swpipe.ahead else ([1], [draw_nothing])
         with pytest.raises(TypeError, match="draws is .*: give True, False or None"):
@@ -270,7 +270,7 @@ def test_draws_is_true_false_or_none(draws: Any) -> None:
 
 
 class Own(Dataset[Tensor]):
-    """Of the user's."""
+    """A dataset of a user's own."""
 
     def __len__(self) -> int:
         return 8
@@ -307,7 +307,7 @@ ROWS = torch.rand(8, 2)
     ],
 )
 def test_a_loader_is_known_by_its_type(loader: Any, known: bool) -> None:
-    """What torch makes of data that is there draws nothing after the first batch of a pass."""
+    """Torch's loaders of existing data draw nothing after the first batch of a pass."""
     assert draws_nothing(loader) is known
 
 
@@ -330,7 +330,7 @@ def test_a_known_loader_is_ahead_of_a_body_that_draws() -> None:
 
 @pytest.mark.parametrize("name", [one for one in DRAWS if one not in FOR_A_MOMENT])
 def test_a_look_at_the_generators_shows_each_draw(name: str) -> None:
-    """Also that of a number in reserve, as every second normal one is."""
+    """A number in reserve counts, too: every second normal number is one."""
     generators = PassGenerators([1], resolve("cpu"))
     seed()
     before = generators.read(generators.defaults)
@@ -345,7 +345,7 @@ def test_a_look_at_the_generators_shows_each_draw(name: str) -> None:
 def test_a_state_that_changes_while_it_is_read_is_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By another thread, which sets it back."""
+    """Another thread changes it, and restores it."""
     from swpipe.loops import pass_generators
 
     state_of = pass_generators._state_of
@@ -365,7 +365,7 @@ def test_a_state_that_changes_while_it_is_read_is_read_again(
 def test_a_look_does_not_depend_on_how_an_interpreter_keeps_the_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where it is not found in memory, it is asked for."""
+    """If the state is not found in memory, it is read by a call."""
     from swpipe.loops import pass_generators
 
     monkeypatch.setattr(pass_generators, "_OFFSET", 0)
@@ -379,7 +379,7 @@ def test_a_look_does_not_depend_on_how_an_interpreter_keeps_the_state(
 @pytest.mark.parametrize("name", ["torch.rand", "random", "numpy"])
 @pytest.mark.parametrize("stop", [2, 5, 9, 13, 17])
 def test_a_loop_that_takes_turns_is_resumed_with_the_same_numbers(name: str, stop: int) -> None:
-    """Where loader and body share a generator."""
+    """The loader and the body share a generator."""
     draw = DRAWS[name]
 
     class Drawing(Dataset[float]):
@@ -416,7 +416,7 @@ def test_a_loop_that_takes_turns_is_resumed_with_the_same_numbers(name: str, sto
 
 
 def test_a_state_says_that_the_loop_takes_turns() -> None:
-    """A resumed loop takes turns from its first batch on, before anybody has drawn."""
+    """A resumed loop takes turns from its first batch on, before any draw."""
     loop = swpipe.ahead([*range(4)], device="cpu")
     state = loop.state_dict()
     assert state["in_turn"] is False
@@ -431,7 +431,7 @@ def test_a_state_says_that_the_loop_takes_turns() -> None:
 
 
 def test_a_window_in_which_either_may_have_drawn_is_an_error_when_both_have() -> None:
-    """The loader has drawn beside a body that has not, and the body draws later, in turn."""
+    """The loader has drawn while the body has not; the body draws later, in a turn."""
     generators = PassGenerators([1], resolve("cpu"))
     draws = LoaderDraws(generators)
     draws.begin()
@@ -471,7 +471,7 @@ def test_torchs_own_lines_do_not_end_the_watch() -> None:
 
 
 def test_a_pull_in_turn_does_not_begin_beside_one_that_is_ahead() -> None:
-    """The caller comes to pull 16, in turn, while the pipeline's thread still asks for it."""
+    """The caller comes to pull 16, in turn, while the pipeline's thread still makes it."""
     inside: list[int] = []
 
     class Loader:
@@ -495,7 +495,7 @@ def test_a_pull_in_turn_does_not_begin_beside_one_that_is_ahead() -> None:
 def test_after_the_first_pass_it_is_said_how_many_pulls_waited(
     draws: bool | None, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one line, once; of a loader that draws beside a quiet body, too."""
+    """One line says it once, also if the body draws nothing."""
 
     class Drawing:
         def __iter__(self) -> Iterator[float]:
@@ -513,7 +513,7 @@ def test_after_the_first_pass_it_is_said_how_many_pulls_waited(
 def test_pulls_that_take_less_than_a_hand_over_are_serial_for_as_long_as_they_do(
     functions: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By their average, from a number of pulls on; not where functions run ahead."""
+    """Their average counts, from some number of pulls on; loops with functions run ahead."""
     monkeypatch.setattr(pull_times, "_MANY", 8)
     monkeypatch.setattr(pull_times, "_QUICK_S", 3600.0)
     mine = threading.get_ident()
@@ -533,7 +533,7 @@ def test_pulls_that_take_less_than_a_hand_over_are_serial_for_as_long_as_they_do
 def test_a_pass_that_takes_less_than_the_start_of_threads_is_serial(
     start_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the second one on, and as many batches as there were; not where functions run ahead."""
+    """It is from the second pass on, for as many batches; loops with functions run ahead."""
     monkeypatch.setattr(pull_times, "_START_S", start_s)
     mine = threading.get_ident()
     size = 12

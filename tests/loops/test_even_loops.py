@@ -1,4 +1,4 @@
-"""Ranks whose data ends at different steps, in loops that pull ahead: the steps of even data."""
+"""Loops that pull ahead on ranks whose data ends at different steps: the steps of even data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swpipe.loops import RankDataError, pad_with, pull_times
 from tests.support.ranks import Ranks
 
 ROWS = (22, 13)
-"""Of each rank; with 4 in a batch, 6 batches and 4."""
+"""The rows of each rank; with 4 in a batch, 6 batches and 4."""
 
 EPOCHS = 2
 LEFT = 3  # steps after which a pass is left
@@ -29,31 +29,31 @@ PAD = torch.zeros(4)
 
 
 class Training:
-    """Steps that need all ranks, and draw."""
+    """Training steps that need all ranks, and draw."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.totals: list[Tensor] = []
 
     def step(self, batch: Tensor) -> None:
-        """The body of a plain loop."""
+        """Run the body of a plain loop."""
         total = batch.sum() * torch.rand(())
         dist.all_reduce(total)
         self.totals.append(total)
 
     def result(self) -> list[Tensor]:
-        """What it computed, and the state of the random numbers."""
+        """Return the losses, and the state of the random generators."""
         return [*self.totals, torch.get_rng_state()]
 
 
 def own_loader() -> DataLoader[Any]:
-    """This rank's data, in an order that is drawn anew for each pass."""
+    """Return this rank's data, in an order that is drawn for each pass."""
     rows = torch.arange(1.0, 1 + ROWS[dist.get_rank()])
     return DataLoader(rows, batch_size=4, shuffle=True)
 
 
 def made_even(loader: Iterable[Any], ends: str) -> list[Any]:
-    """One pass over it, cut or padded as a plain loop needs it; no ranks are asked."""
+    """Return one pass of a loader, cut or padded to the common length without the other ranks."""
     counts = [-(-rows // 4) for rows in ROWS]
     steps = min(counts) if ends == "stop" else max(counts)
     batches = list(loader)
@@ -61,7 +61,7 @@ def made_even(loader: Iterable[Any], ends: str) -> list[Any]:
 
 
 def expected(ends: str, left: int | None) -> list[Tensor]:
-    """What a plain loop computes over data made even."""
+    """Return the results of a plain loop over even data."""
     training = Training()
     loader = own_loader()
     for epoch in range(EPOCHS):
@@ -71,7 +71,7 @@ def expected(ends: str, left: int | None) -> list[Tensor]:
 
 
 def _led_on(loop: Any, again: Any, step: Callable[[Any], None]) -> Any:
-    """Another loop, which goes on where a state of the first pass leads."""
+    """Return another loop that continues from a state in the first pass."""
     for number, item in enumerate(loop, start=1):
         step(item)
         if number == LEFT:
@@ -82,12 +82,12 @@ def _led_on(loop: Any, again: Any, step: Callable[[Any], None]) -> Any:
 
 
 def trained(ends: Any, way: str, then: str) -> list[Tensor]:
-    """What a loop over ``EvenData`` computes.
+    """Return the results of a loop over ``EvenData``.
 
     Args:
-        ends: As of ``EvenData``.
+        ends: See ``EvenData``.
         way: "plain", "ahead", or "task": the step is one of an overlapped loop.
-        then: What becomes of the first pass: it is "ended", "left", or "resumed".
+        then: The end of the first pass: it is "ended", "left", or "resumed".
     """
     training = Training()
     pad = pad_with(PAD) if ends == "pad" else None
@@ -116,7 +116,7 @@ def trained(ends: Any, way: str, then: str) -> list[Tensor]:
 
 
 def differs(ends: str, way: str, then: str) -> list[int]:
-    """Places of the results that are not equal, bit for bit."""
+    """Return the places at which results differ in a bit."""
     right = expected(ends, LEFT if then == "left" else None)
     found = trained(ends, way, then)
     if len(right) != len(found):
@@ -137,19 +137,19 @@ def differs(ends: str, way: str, then: str) -> list[int]:
 def test_the_numbers_are_those_of_even_data(
     two_ranks: Ranks, ends: str, way: str, then: str
 ) -> None:
-    """Batches, sums over the ranks and random numbers, on both ranks, bit for bit."""
+    """Batches, sums over the ranks and random numbers are equal on both ranks, bit for bit."""
     assert two_ranks.run(differs, ends, way, then) == [[], []]
 
 
 class _Threads:
-    """Batches that say which thread has made them."""
+    """A loader whose batches are the threads that make them."""
 
     def __iter__(self) -> Any:
         return (threading.get_ident() for _ in range(12))
 
 
 def _made_here() -> list[int]:
-    """The number of batches of each pass that this thread has made, each in no time at all."""
+    """Return how many batches of each pass this thread has made, with pulls that take no time."""
     pull_times._START_S = pull_times._QUICK_S = 3600.0
     pull_times._MANY = 2
     loop = swpipe.ahead(_Threads(), draws=True, device="cpu")
@@ -157,12 +157,12 @@ def _made_here() -> list[int]:
 
 
 def test_the_time_of_pulls_does_not_decide_on_several_ranks(two_ranks: Ranks) -> None:
-    """The ranks agree at each pull that is ahead: all of them make the same pulls ahead."""
+    """The ranks agree on each pull that is ahead: all of them make the same pulls ahead."""
     assert two_ranks.run(_made_here) == [[0, 0], [0, 0]]
 
 
 class _Gated:
-    """Batches that this rank may pull only so far, until the gate is open."""
+    """A loader with some free batches; a gate blocks the others until the test opens it."""
 
     def __init__(self, free: int) -> None:
         self.free, self.gate, self.pulled = free, threading.Event(), threading.Event()
@@ -176,7 +176,7 @@ class _Gated:
 
 
 def _left_apart() -> list[list[int]]:
-    """A pass is left where one rank has asked for more steps than the other; then another pass."""
+    """Leave a pass for which one rank has asked for more steps than the other; run another pass."""
     rank = dist.get_rank()
     own = _Gated(9 if rank == 0 else 4)
     passes = []
@@ -196,12 +196,12 @@ def _left_apart() -> list[list[int]]:
 
 
 def test_a_pass_may_be_left_where_ranks_have_pulled_differently(two_ranks: Ranks) -> None:
-    """The next one begins at the same step on all ranks."""
+    """The next pass begins at the same step on all ranks."""
     assert two_ranks.run(_left_apart) == [[[0, 1], list(range(9))]] * 2
 
 
 def _leaves_while_it_waits() -> bool:
-    """Rank 0 leaves a pass whose thread waits for the other rank; whether the thread ends."""
+    """Leave a pass on rank 0 whose thread waits for rank 1; return whether the thread ends."""
     before, ended = {*threading.enumerate()}, True
     own = _Gated(3)
     if dist.get_rank() == 0:
@@ -223,12 +223,12 @@ def _leaves_while_it_waits() -> bool:
 
 
 def test_a_pass_that_is_left_waits_for_no_rank(two_ranks: Ranks) -> None:
-    """Its thread ends, though the other rank does not say whether it has a batch."""
+    """Its thread ends, though the other rank does not report whether it has a batch."""
     assert two_ranks.run(_leaves_while_it_waits) == [True, True]
 
 
 def _one_leaves() -> tuple[int, str]:
-    """Rank 0 leaves its first pass after two steps, and the other does not."""
+    """Leave the first pass on rank 0 only, after two steps."""
     seen = 0
     even = EvenData(ahead=1, timeout_s=5.0)
     try:
@@ -253,7 +253,7 @@ def test_a_pass_that_one_rank_leaves_alone_is_an_error_on_the_others(two_ranks: 
 
 
 def test_an_iterator_has_one_pass() -> None:
-    """What was pulled ahead of a pass that is left would be missing in the next."""
+    """What was pulled ahead in a pass that was left would be missing in the next pass."""
     with EvenData() as even:
         with pytest.raises(TypeError, match="an iterator .generator., which has one pass"):
             even.loader(k for k in range(3))
@@ -269,7 +269,7 @@ def test_an_iterator_has_one_pass() -> None:
     ],
 )
 def test_what_a_pull_may_touch_is_that_of_the_loader(loader: Any, pad: Any, why: str) -> None:
-    """``overlap`` pulls it ahead where it would pull that one, unless it calls a pad."""
+    """``overlap`` pulls it ahead as it would the loader, unless it calls a pad."""
     with EvenData("stop" if pad is None else "pad", pad=pad) as even:
         given = even.loader(loader)
         if why:
@@ -282,4 +282,4 @@ def test_what_a_pull_may_touch_is_that_of_the_loader(loader: Any, pad: Any, why:
 
 
 def _nothing(ctx: Any) -> None:
-    """A task."""
+    """Do nothing."""

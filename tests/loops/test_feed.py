@@ -1,4 +1,4 @@
-"""A feed with workers that are threads, killed and delayed at random, and with real processes."""
+"""A feed with threads as workers, killed and delayed at random, and with real processes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.support.budget import seeds
 
 
 class Stage:
-    """Holds all questions of in-process workers, and lets one after the other go in random order.
+    """A scheduler that holds all questions of in-process workers, and releases them at random.
 
-    A slow question goes when no other has come for a moment; time changes the order alone.
+    A slow question is released when no other has arrived for a moment; time affects the order only.
     """
 
     def __init__(self, seed: int, workers: int, kills: float) -> None:
@@ -35,7 +35,7 @@ class Stage:
         self._thread.start()
 
     def hold(self) -> None:
-        """Return when it is this question's turn; its worker may be killed instead."""
+        """Wait for this question's turn; raise an error if its worker is killed."""
         turn = threading.Event()
         with self._changed:
             self._held[turn] = self._draw.random()
@@ -82,7 +82,7 @@ class StagedWorker(FeedWorker):
 
 
 def staged_run(seed: int, kills: float = 0.1, **options: Any) -> tuple[Feed, list[Any]]:
-    """Run a feed whose policy is the number of updates; returns (updates, value) of each sample."""
+    """Run a feed whose policy is the number of updates; return (updates, value) per sample."""
     trained, updates = [], 0
     stage = Stage(seed, random.Random(seed).randint(1, 5), kills)
     samples = options.pop("samples")
@@ -96,7 +96,7 @@ def staged_run(seed: int, kills: float = 0.1, **options: Any) -> tuple[Feed, lis
 
 
 def test_staleness_is_never_above_the_bound_whoever_dies() -> None:
-    """Counted from outside, by the policy that made each sample; each request comes once."""
+    """It is counted from outside, by the policy that made each sample; each request comes once."""
     for seed in seeds("feeds", 60):
         draw = random.Random(seed)
         samples, staleness, batch = draw.randint(0, 30), draw.randint(0, 4), draw.randint(1, 5)
@@ -111,7 +111,7 @@ def test_staleness_is_never_above_the_bound_whoever_dies() -> None:
 
 
 def test_a_worker_that_dies_is_named() -> None:
-    """In a warning and in ``lost``; its sample comes from another one."""
+    """A warning and ``lost`` name it; another worker makes its sample."""
     died = threading.Event()
 
     def dies(question: bytes) -> bytes:
@@ -136,7 +136,7 @@ def _dies(question: bytes) -> bytes:
 
 
 def test_a_feed_without_workers_left_raises() -> None:
-    """It says with which samples they went."""
+    """The error says with which samples they died."""
     with swpipe.feed(range(4), [_dies], policy=int, batch=2) as feed:
         with pytest.raises(
             RuntimeError, match="all workers have ended: .'worker 0': 'sample 0: no r"
@@ -147,7 +147,7 @@ def test_a_feed_without_workers_left_raises() -> None:
 
 
 def test_silence_raises_and_names_who_was_asked() -> None:
-    """After ``timeout_s``."""
+    """This happens after ``timeout_s``."""
     silent = threading.Event()
 
     def hangs(question: bytes) -> bytes:
@@ -228,7 +228,7 @@ def test_wrong_values_are_refused(options: dict[str, Any], text: str) -> None:
 
 
 def test_workers_that_are_no_functions_are_refused() -> None:
-    """So are a list without any, and two with the same name."""
+    """An empty list, and two workers with the same name, are refused, too."""
     for workers in ([], [3]):
         with pytest.raises(TypeError, match="give a list, such as worker_processes"):
             swpipe.feed(range(4), workers, policy=int, batch=2)  # type: ignore[arg-type]
@@ -250,7 +250,7 @@ def test_a_replay_needs_its_requests() -> None:
 
 
 def rollout(policy: dict[str, Tensor], request: int) -> tuple[Tensor, Tensor]:
-    """Samples actions of a linear policy; the noise depends on the request alone."""
+    """Sample actions of a linear policy; the noise depends on the request only."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(request)
     states = torch.randn(4, 3, generator=generator)
@@ -258,7 +258,7 @@ def rollout(policy: dict[str, Tensor], request: int) -> tuple[Tensor, Tensor]:
 
 
 def train(order: Any, replay: Any = None, kill: bool = False) -> tuple[Feed, Tensor]:
-    """Train a linear policy in eight updates; a worker is killed after the second."""
+    """Train a linear policy by eight updates; a worker is killed after the second."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -286,7 +286,7 @@ def train(order: Any, replay: Any = None, kill: bool = False) -> tuple[Feed, Ten
 
 
 def reference() -> Tensor:
-    """The same updates in one process: a sample's policy is two versions old."""
+    """Return the policy after the same updates in one process, with policies two versions old."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -303,7 +303,7 @@ def reference() -> Tensor:
 
 @pytest.mark.slow
 def test_processes_give_the_bits_of_one_process_also_when_one_is_killed() -> None:
-    """In the order asked; the one that was killed is named."""
+    """Samples come in the order of requests; the killed process is named."""
     feed, weight = train("asked", kill=True)
     assert torch.equal(weight, reference())
     assert list(feed.lost) in (["process 0"], [])
@@ -311,7 +311,7 @@ def test_processes_give_the_bits_of_one_process_also_when_one_is_killed() -> Non
 
 @pytest.mark.slow
 def test_a_replay_of_processes_has_the_same_bits() -> None:
-    """A run in completion order, replayed by other processes."""
+    """A run in completion order is replayed by other processes."""
     feed, weight = train("completed", kill=True)
     again, replayed = train("completed", replay=feed.arrivals)
     assert again.arrivals == feed.arrivals
@@ -333,7 +333,7 @@ def store() -> torch.distributed.Store:
 
 
 def test_workers_of_a_store_give_the_same_samples(store: torch.distributed.Store) -> None:
-    """One answers; one that never starts is gone after its time."""
+    """One worker answers; one that never starts is lost after its time."""
     lost = threading.Event()
 
     class Watched(StoreWorker):

@@ -1,4 +1,4 @@
-"""The pace of a feed on a virtual clock: throughput with heavy tails, and no sample too old."""
+"""The pace of a feed on a virtual clock: throughput with heavy tails, and limited staleness."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRAIN_S = 0.5
 
 
 class Simulation:
-    """Workers that take ``durations``, and a trainer that takes TRAIN_S for a batch, in seconds."""
+    """A simulation of workers with given ``durations``, and a trainer with TRAIN_S per batch."""
 
     def __init__(self, pace: FeedPace, batch: int, workers: int, durations: list[float]) -> None:
         self.pace, self.batch, self.durations = pace, batch, durations
@@ -53,13 +53,13 @@ class Simulation:
 
 
 def heavy_tails(samples: int, seed: int) -> list[float]:
-    """Most take 1 to 2 s, one in a hundred 50 s, where they are cut off."""
+    """Return durations of mostly 1 to 2 s; one in a hundred is 50 s, where they are cut off."""
     draw = random.Random(seed)
     return [min(draw.paretovariate(1.1), 50.0) for _ in range(samples)]
 
 
 def test_completion_order_is_three_times_as_fast_as_the_synchronous_loop() -> None:
-    """With heavy tails, 32 workers, batches of 16 and staleness 4."""
+    """Durations have heavy tails; 32 workers make batches of 16 with staleness 4."""
     for seed in range(2):
         durations = heavy_tails(640, seed)
         synchronous = Simulation(FeedPace(16, 0, False, None), 16, 32, durations).run()
@@ -68,21 +68,21 @@ def test_completion_order_is_three_times_as_fast_as_the_synchronous_loop() -> No
 
 
 def test_a_sample_in_the_order_asked_has_the_version_of_its_position() -> None:
-    """Whatever the durations are."""
+    """This holds for any durations."""
     pace = FeedPace(4, 2, False, None)
     Simulation(pace, 4, 5, heavy_tails(30, 0)).run()
     assert pace.arrivals == [Arrival(i, max(0, i // 4 - 2)) for i in range(30)]
 
 
 def test_completion_order_hands_out_what_is_there() -> None:
-    """A sample that takes long is overtaken as long as its version may be trained."""
+    """A slow sample is overtaken as long as its version may still be trained on."""
     pace = FeedPace(1, 3, True, None)
     Simulation(pace, 1, 2, [100.0, *[1.0] * 9]).run()
     assert [each.number for each in pace.arrivals][:4] == [1, 2, 3, 0]
 
 
 def random_walk(pace: FeedPace, batch: int, samples: int, draw: random.Random) -> None:
-    """Answer, lose and hand out in random order; checks that something is always possible."""
+    """Answer, lose and take in random order; check that some action is always possible."""
     running: list[Arrival] = []
     arrived: list[int] = []
     while not pace.done:
@@ -102,7 +102,7 @@ def random_walk(pace: FeedPace, batch: int, samples: int, draw: random.Random) -
 
 
 def test_no_order_of_answers_and_losses_makes_a_sample_too_old() -> None:
-    """Counted by position, in random runs; each sample comes once; the run never gets stuck."""
+    """Positions are counted in random runs; each sample comes once; the run never hangs."""
     for seed in seeds("paces", 300):
         draw = random.Random(seed)
         batch, staleness, samples = draw.randint(1, 5), draw.randint(0, 4), draw.randint(0, 40)

@@ -42,29 +42,29 @@ STEPS = [3, 7, 9, 13, 17, 19]
 
 
 def network() -> nn.Module:
-    """A model with random numbers of its own."""
+    """Return a model that draws random numbers."""
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
 
 
 def loaders(rows: int = ROWS, **options: Any) -> list[DataLoader[Any]]:
-    """For training and for evaluation; the last batches are smaller."""
+    """Return loaders for training and for evaluation, whose last batches are smaller."""
     data = TensorDataset(torch.randn(rows, 4))
     return [DataLoader(data, batch_size=4, shuffle=True, **options), DataLoader(data, batch_size=8)]
 
 
 @swpipe.task(pure=True)
 def decode(ctx: Any) -> None:
-    """The part that needs no model."""
+    """Decode a batch; this needs no model."""
     ctx.x = ctx.batch[0] * 2
 
 
 def declared(tasks: list[Any]) -> list[swpipe.PipelineTask]:
-    """Functions as tasks; tasks as they are."""
+    """Return functions as tasks, and tasks unchanged."""
     return [one if isinstance(one, swpipe.PipelineTask) else swpipe.task(one) for one in tasks]
 
 
 class OfAccelerate:
-    """As its documentation writes a loop."""
+    """A loop as Accelerate's documentation writes it."""
 
     def __init__(self, rows: int = ROWS, **options: Any) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -97,7 +97,7 @@ class OfAccelerate:
         self.optimizer.zero_grad()
 
     def body(self, ctx: Any) -> Any:
-        """What the loop asks for after the tasks: all of it may differ by iteration."""
+        """Return everything that the loop's body asks Accelerate for in an iteration."""
         if self.accelerator.sync_gradients:
             self.steps.append(ctx.iter_idx)
         state = self.accelerator.gradient_state
@@ -116,7 +116,7 @@ class OfAccelerate:
 
 
 class OfFabric:
-    """With its wrappers of the model, the optimizer and the loaders."""
+    """A loop with Fabric's wrappers of model, optimizer and loaders."""
 
     def __init__(self) -> None:
         self.fabric = lightning.Fabric(accelerator="cpu", devices=1)
@@ -152,7 +152,7 @@ class OfFabric:
 
 
 def train(loop: Any, passes: Iterator[Any]) -> list[Any]:
-    """The body of both runs; returns all numbers that they show."""
+    """Run the body for both ways; return all numbers that it sees."""
     seen = []
     for contexts in passes:
         for ctx in contexts:
@@ -163,7 +163,7 @@ def train(loop: Any, passes: Iterator[Any]) -> list[Any]:
 
 
 def plainly(loop: Any) -> list[Any]:
-    """As the tool's own users do."""
+    """Run the plain loop of the framework's users."""
     numbers = count()
 
     def contexts() -> Iterator[Any]:
@@ -180,7 +180,7 @@ def plainly(loop: Any) -> list[Any]:
 
 
 def overlapped(loop: Any) -> list[Any]:
-    """With one call more."""
+    """Run the loop with ``swpipe.overlap``."""
     with swpipe.overlap(loop.loader, loop.tasks, pull_ahead=True, device="cpu") as contexts:
         assert contexts.overlap.loader_ahead
         assert "decode" in contexts.overlap.ahead
@@ -189,7 +189,7 @@ def overlapped(loop: Any) -> list[Any]:
 
 @pytest.mark.parametrize("make", [OfAccelerate, OfFabric])
 def test_an_overlapped_loop_equals_the_tools_own(make: Any) -> None:
-    """Losses, rates, flags, gathered rows, evaluations, states and random numbers."""
+    """Losses, rates, flags, gathered rows, evaluations, states and random numbers are equal."""
     torch.manual_seed(3)
     expected = plainly(make())
     torch.manual_seed(3)
@@ -198,7 +198,7 @@ def test_an_overlapped_loop_equals_the_tools_own(make: Any) -> None:
 
 
 def test_a_prepared_loader_with_workers_runs_ahead_without_a_word() -> None:
-    """Accelerate's samplers are known, also one that seeds itself in each pass."""
+    """Accelerate's samplers are known, also the one that seeds itself in each pass."""
 
     def made() -> OfAccelerate:
         torch.manual_seed(3)
@@ -230,7 +230,7 @@ def test_a_loop_over_a_prepared_loader_that_is_left_begins_anew() -> None:
 
 @pytest.mark.parametrize("stopped", [6, 9, 12])
 def test_a_loop_of_accelerate_goes_on_where_it_was_stopped(stopped: int) -> None:
-    """In the middle of an accumulation, at the end of an epoch, and in the second one."""
+    """It stops in the middle of an accumulation, at the end of an epoch, or in the second one."""
 
     def train_from(loop: OfAccelerate, contexts: Any, epoch: int) -> list[Any]:
         return [
@@ -268,7 +268,7 @@ def test_a_loop_of_accelerate_goes_on_where_it_was_stopped(stopped: int) -> None
 
 
 def test_a_loader_that_sends_batches_to_other_processes_is_refused() -> None:
-    """Its collectives would run beside those of tasks."""
+    """Its collectives would overlap with those of tasks."""
     accelerator = accelerate.Accelerator(
         cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)
     )
@@ -279,7 +279,7 @@ def test_a_loader_that_sends_batches_to_other_processes_is_refused() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda loader: (batch for batch in loader), iter])
 def test_a_prepared_loader_in_a_generator_is_refused(wrap: Any) -> None:
-    """Its flags would be those of a later batch. Accelerate forgets it; what to give is said."""
+    """Its flags would be a later batch's. Accelerate forgets it; the error says what to give."""
     loop = OfAccelerate()
     with swpipe.overlap(wrap(loop.loader), loop.tasks, pull_ahead=True, device="cpu") as contexts:
         with pytest.raises(RuntimeError, match="Accelerate prepared.*or ahead the loader itself"):
@@ -294,13 +294,13 @@ UNPACK, SHOW = "unpack batch", "show end_of_dataloader"
 
 
 def not_at_ends() -> OfAccelerate:
-    """It accumulates over the end of an epoch."""
+    """Return a loop that accumulates gradients over the end of an epoch."""
     plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
     return OfAccelerate(gradient_accumulation_plugin=plugin)
 
 
 class Skipping(OfAccelerate):
-    """A pass that begins in the middle."""
+    """A loop whose first pass begins in the middle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class Skipping(OfAccelerate):
     ],
 )
 def test_each_kind_of_prepared_loader_in_a_plan_of_ones_own(make: Any, steps: list[int]) -> None:
-    """Losses, rates, flags, gathered rows, evaluations in mid-epoch by another prepared loader."""
+    """Losses, rates, flags, gathered rows and evaluations by another loader are equal."""
     torch.manual_seed(3)
     expected = plainly(make())
     torch.manual_seed(3)
@@ -338,23 +338,23 @@ def test_each_kind_of_prepared_loader_in_a_plan_of_ones_own(make: Any, steps: li
 
 
 def through_a_generator(loader: Any) -> Iterator[Any]:
-    """As user code may wrap it."""
+    """Wrap a loader in a generator."""
     yield from loader
 
 
 def used(ctx: Any) -> None:
-    """Any task."""
+    """Do nothing."""
 
 
 def made(pull_group: str | None = None) -> SWPipeline[Any]:
-    """A pipeline that pulls a batch ahead."""
+    """Return a pipeline that pulls a batch ahead."""
     plan = PipelinePlan({"used": TaskSchedule(0)}, pipeline_depth=2, pull_group=pull_group)
     return SWPipeline(plan, [swpipe.task(used)], device="cpu")
 
 
 @pytest.mark.parametrize("wrap", [lambda loader: loader, enumerate, through_a_generator])
 def test_a_prepared_loader_that_is_pulled_ahead_is_refused(wrap: Callable[[Any], Any]) -> None:
-    """Whatever wraps it; Accelerate forgets the pass, and other loaders are taken then."""
+    """Any wrapper of it is refused; Accelerate forgets the pass, and accepts other loaders then."""
     loader = OfAccelerate().loader
     with made("loader") as pipe:
         for call in (pipe.run, lambda given: pipe.fill_pipeline(iter(given))):
@@ -365,7 +365,7 @@ def test_a_prepared_loader_that_is_pulled_ahead_is_refused(wrap: Callable[[Any],
 
 
 def test_an_iterator_that_has_begun_is_refused() -> None:
-    """By its generator: it is known to Accelerate already. So is a batch that is pushed."""
+    """Its generator shows it: Accelerate knows it already. A pushed batch is refused, too."""
     batches = iter(OfAccelerate().loader)
     batch = next(batches)
     for call in (lambda: pipe.progress(batches), lambda: pipe.push(batch)):
@@ -374,7 +374,7 @@ def test_an_iterator_that_has_begun_is_refused() -> None:
 
 
 def test_the_adapter_is_iterated_over_by_a_loop() -> None:
-    """Which lets Accelerate forget the pass; a loader that was not prepared needs no adapter."""
+    """The loop makes Accelerate forget the pass; an unprepared loader needs no adapter."""
     loader = swpipe.loops.AccelerateLoader(OfAccelerate().loader)
     with made() as pipe, pytest.raises(RuntimeError, match="swpipe.loops.ResumableLoop"):
         pipe.run(loader)
@@ -383,7 +383,7 @@ def test_the_adapter_is_iterated_over_by_a_loop() -> None:
 
 
 def test_tasks_that_ask_before_the_flags_are_shown_are_refused() -> None:
-    """The plan is verified for it: a task of which nothing is declared may ask."""
+    """The plan is verified for the flags: an undeclared task may read them."""
     loop = OfAccelerate()
     tasks = swpipe.loops.AccelerateLoader(loop.loader).tasks(declared(loop.tasks))
     plan = prefetch_plan([UNPACK, "decode", "forward"], [SHOW, "backward", "step"])

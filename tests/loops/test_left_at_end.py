@@ -1,4 +1,4 @@
-"""A pass that is left in the body of its last batch: the rest of it is no batch."""
+"""A pass that is left in the body of its last batch has no batch left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EPOCHS, BATCHES = 3, 3
 
 
 def make(own: bool) -> Any:
-    """A loop over three batches a pass, shuffled by a generator of its own or torch's."""
+    """Return a loop of three batches per pass, shuffled by its own or the default generator."""
     generator = torch.Generator().manual_seed(3) if own else None
     loader = DataLoader(torch.arange(6.0), 2, shuffle=True, generator=generator)  # type: ignore[arg-type]
     return swpipe.ahead(loader)
@@ -24,7 +24,7 @@ def make(own: bool) -> Any:
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("at", range(1, EPOCHS * BATCHES + 1))
 def test_what_follows_a_break_is_the_rest_of_the_pass(own: bool, at: int) -> None:
-    """Also where that has no batch; the numbers are those of a run that was never stopped."""
+    """The rest may have no batch; the numbers are those of a run that was never stopped."""
     torch.manual_seed(1)
     loop = make(own)
     right = [batch.tolist() for _ in range(EPOCHS) for batch in loop]

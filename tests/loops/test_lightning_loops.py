@@ -1,4 +1,4 @@
-"""Lightning's ``training_step(dataloader_iter)`` over a pipeline: the numbers of its own loop.
+"""Lightning's ``training_step(dataloader_iter)`` over a pipeline has the numbers of its own loop.
 
 Two epochs of ten batches, gradients accumulated over four, evaluation in mid-epoch.
 """
@@ -31,7 +31,7 @@ NAMES = ["decode", "compute", "differentiate", "update"]
 
 
 class Own(lightning.LightningModule):
-    """Lightning's own loop; the other modules give these functions to a pipeline."""
+    """A module with Lightning's own loop; subclasses run its functions in a pipeline."""
 
     automatic_optimization = False
     every = 4
@@ -75,7 +75,7 @@ class Own(lightning.LightningModule):
 
 
 class OverLoop(Own):
-    """The Trainer's loader is the loop: each of its batches is an iteration that is done."""
+    """A module whose Trainer iterates over the loop; its batches are finished iterations."""
 
     over_loop = True
 
@@ -84,7 +84,7 @@ class OverLoop(Own):
 
 
 def fit(module: Own, ckpt_path: Any = None, **options: Any) -> list[Any]:
-    """Train; returns all numbers seen, and what is left."""
+    """Train; return all numbers seen, and the final state."""
     torch.manual_seed(3)
     module.net.apply(lambda part: getattr(part, "reset_parameters", lambda: None)())
     rows = TensorDataset(torch.randn(4 * BATCHES - 2, 4))
@@ -109,14 +109,14 @@ def fit(module: Own, ckpt_path: Any = None, **options: Any) -> list[Any]:
 
 
 def test_a_loop_in_place_of_the_loader_trains_as_lightning_does() -> None:
-    """Every batch, with the evaluations in mid-epoch where they would be."""
+    """It trains on every batch, with the evaluations at the same steps."""
     expected = fit(Own(), val_check_interval=4)
     assert len(expected[0]) >= 2 + EPOCHS * (BATCHES + 2 * 5)  # sanity check, batches, evaluation
     torch.testing.assert_close(fit(OverLoop(), val_check_interval=4), expected, rtol=0, atol=0)
 
 
 def test_lightnings_checkpoints_have_the_loops_state(tmp_path: Path) -> None:
-    """From the middle of an epoch, and from its last batch."""
+    """They are made in the middle of an epoch, and at its last batch."""
     saver = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Own, "every", 5)

@@ -1,7 +1,7 @@
-"""What is pulled ahead gives the numbers of the plain loop, or an error says why it cannot.
+"""A loop that pulls ahead has the numbers of the plain loop, or raises an error with the reason.
 
-Each script takes ``over``, which makes an iterable of contexts of a loader and functions: a plain
-loop, or ``swpipe.overlap`` with all that the script's author can say.
+Each script takes ``over``, a function from a loader and functions to an iterable of contexts: a
+plain loop, or ``swpipe.overlap`` with the declarations of the script's author.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ REFUSED: dict[str, tuple[Script, str]] = {}
 
 
 def ahead(script: Script) -> Script:
-    """The loader and decode run ahead, and the numbers are the same."""
+    """Register a script whose loader and decode run ahead with equal numbers."""
     AHEAD[script.__name__.replace("_", " ")] = script
     return script
 
 
 def refused(why: str) -> Callable[[Script], Script]:
-    """An error says why; what the author has said was not true."""
+    """Register a script that is refused with an error, since a declaration is wrong."""
 
     def add(script: Script) -> Script:
         REFUSED[script.__name__.replace("_", " ")] = script, why
@@ -71,7 +71,7 @@ def train(
     every: int = 0,
     **functions: Fn,
 ) -> Any:
-    """Some epochs; each is left after every so many iterations."""
+    """Train for some epochs, each of which is left after ``every`` iterations."""
     parts = Training()
     losses, seen = [], 0
     with over(loader, parts.tasks(**functions)) as loop:
@@ -98,14 +98,14 @@ def workers_that_shuffle_by_a_given_generator(over: Over) -> Any:
 
 @ahead
 def passes_that_are_left_at_their_last_batch(over: Over) -> Any:
-    """Nobody asks for more, so the sampler does not draw at the end."""
+    """Leave each pass at its last batch, so that the sampler does not draw at the end."""
     draws = torch.Generator().manual_seed(3)
     loader = batches(shuffle=True, generator=draws, batch_size=2)  # the last one is whole
     return [train(over, loader, epochs=3, every=11), torch.rand(1, generator=draws)]
 
 
 class LateRows(Rows):
-    """Rows that draw when they are told to."""
+    """A dataset that draws if it is switched on."""
 
     draw = False
 
@@ -115,7 +115,7 @@ class LateRows(Rows):
 
 @ahead
 def a_loader_that_draws_from_the_second_pass_on(over: Over) -> Any:
-    """Augmentation that the loop switches on between two passes, beside a body that draws."""
+    """Switch augmentation on between two passes of a body that draws."""
     rows = LateRows()
     parts, losses = Training(), []
     with over(batches(rows), parts.tasks()) as loop:
@@ -129,7 +129,7 @@ def a_loader_that_draws_from_the_second_pass_on(over: Over) -> Any:
 
 
 class OwnIterator:
-    """Begins anew, and returns itself."""
+    """A loader that restarts, and returns itself as the iterator."""
 
     def __iter__(self) -> Iterator[Tensor]:
         self.rest = iter(PARTS)
@@ -148,7 +148,7 @@ TWICE = "tasks that ran ahead have modified batches that were dropped.*would giv
 
 
 class InPlace:
-    """A decode that changes its batch, and a task that waits until it has done so ahead."""
+    """A decode that changes its batch, and a task that waits until decode has done so ahead."""
 
     def __init__(self, decode: Fn) -> None:
         self._decode, self._ahead, self._thread = decode, threading.Event(), 0
@@ -169,7 +169,7 @@ class InPlace:
 
 
 def left(over: Over, loader: Any, decode: Fn) -> Any:
-    """Some passes, each of which is left after two iterations."""
+    """Train in passes that are left after two iterations."""
     return train(over, loader, epochs=3, every=2, **InPlace(decode).functions)
 
 
@@ -187,7 +187,7 @@ def double_item(ctx: Any) -> None:
 
 
 class Holder:
-    """Has its batches."""
+    """A loader that keeps its batches."""
 
     def __init__(self, parts: Iterable[Any]) -> None:
         self.parts = [*parts]
@@ -222,7 +222,7 @@ def the_body_replaces_a_batch(over: Over) -> Any:
 
 @refused("the loop has changed the list")
 def the_body_appends_to_the_list(over: Over) -> Any:
-    """A plain loop would go on with it."""
+    """Append to the list in the body, where a plain loop would continue with the new batch."""
     parts = list(PARTS)
     return train(
         over, parts, body=lambda ctx: parts.append(parts[0]) if ctx.iter_idx == 5 else None
@@ -236,7 +236,7 @@ def the_body_changes_the_size_of_batches(over: Over) -> Any:
 
 
 class Replay:
-    """What an agent has seen, which the loop adds to; its length takes long, on a busy machine."""
+    """A replay buffer to which the loop adds; its length takes long, as on a busy machine."""
 
     def __init__(self) -> None:
         self.rows = list(Rows().rows)
@@ -273,7 +273,7 @@ def one_buffer_for_all_batches(over: Over) -> Any:
 
 @refused("memory of an earlier one|was modified in place|not any more what the loader made")
 def one_tensor_over_an_array(over: Over) -> Any:
-    """The same object each time, with a version that does not count."""
+    """Train on a loader that yields one tensor; its version counts no writes to its array."""
     buffer = np.empty((4, 4), np.float32)
     tensor = torch.from_numpy(buffer)
 
@@ -287,7 +287,7 @@ def one_tensor_over_an_array(over: Over) -> Any:
 
 @ahead
 def an_array_that_all_batches_have(over: Over) -> Any:
-    """It is not written."""
+    """Share an array that nobody writes among all batches."""
     mask = np.ones(4, np.float32)
     decode = lambda ctx: setattr(ctx, "x", ctx.batch[0] * torch.from_numpy(ctx.batch[1]))  # noqa: E731
     return train(over, ((part, mask) for part in PARTS), decode=decode)
@@ -297,7 +297,7 @@ def an_array_that_all_batches_have(over: Over) -> Any:
 
 
 def _until(over: Over, loader: Any, kind: type[BaseException], **functions: Any) -> Any:
-    """Two passes, each until an error; what was trained until then."""
+    """Run two passes, each until an error; return what was trained before."""
     parts, seen = Training(), list[Any]()
     with over(loader, parts.tasks(**functions)) as loop:
         for _ in range(2):
@@ -312,7 +312,7 @@ def _until(over: Over, loader: Any, kind: type[BaseException], **functions: Any)
 
 @ahead
 def a_loader_that_is_cancelled(over: Over) -> Any:
-    """What is no Exception comes in turn, too."""
+    """Raise an error that is no ``Exception`` in the loader."""
 
     def loader() -> Iterator[Tensor]:
         yield from PARTS[:4]
@@ -344,7 +344,7 @@ class Plain:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
@@ -356,7 +356,7 @@ class Plain:
 
 
 def overlapped(loader: Any, functions: list[Any]) -> OverlappedLoop[Any]:
-    """Ahead by itself, or by its author's word."""
+    """Return an overlapped loop that pulls ahead, by declaration if necessary."""
     known = isinstance(loader, list) or getattr(loader, "num_workers", 0)
     said = None if known else True
     # Pure tasks are not watched: what is refused here is what the loop sees itself.
@@ -370,7 +370,7 @@ def overlapped(loader: Any, functions: list[Any]) -> OverlappedLoop[Any]:
 
 
 class Settled:
-    """The body runs when all that may be pulled has been."""
+    """A loop whose body runs when everything that may be pulled has been pulled."""
 
     def __init__(self, loader: Any, functions: list[Any]) -> None:
         self._loop = overlapped(loader, functions)
@@ -388,7 +388,7 @@ class Settled:
 
 
 def numbers(script: Script, over: Over) -> Any:
-    """All that the script has, and what the generators draw next."""
+    """Return the results of the script, and the next draws of the generators."""
     torch.manual_seed(11)
     random.seed(11)
     np.random.seed(11)
@@ -397,22 +397,21 @@ def numbers(script: Script, over: Over) -> Any:
 
 
 def same(found: Any, expected: Any) -> None:
-    """Every number is the same."""
+    """Check that every number is the same."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", AHEAD)
 def test_a_loader_runs_ahead_and_the_numbers_are_the_same(name: str) -> None:
-    """Whatever it draws, and wherever the loop is left."""
+    """The loader may draw anything, and the loop may be left anywhere."""
     same(numbers(AHEAD[name], overlapped), numbers(AHEAD[name], Plain))
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_as_it_was_said_is_an_error(name: str) -> None:
-    """It is said what it is, and what to do.
+    """The error says what it is, and what to do.
 
-    Where the loop came first to what it has changed, there is nothing to say, and the numbers are
-    the same.
+    If the loop reached first what it has changed, there is no error, and the numbers are the same.
     """
     script, why = REFUSED[name]
     with pytest.raises((RuntimeError, PlanError), match=f"(?s){why}"):
@@ -426,7 +425,7 @@ def test_what_is_not_as_it_was_said_is_an_error(name: str) -> None:
 
 
 def test_a_length_that_costs_much_is_not_asked_for_with_each_batch() -> None:
-    """It would hold up the pulls."""
+    """It would delay the pulls."""
     asked = 0
 
     class Slow:
@@ -446,7 +445,7 @@ def test_a_length_that_costs_much_is_not_asked_for_with_each_batch() -> None:
 
 
 def test_a_loop_that_is_left_and_drawn_beside_is_told() -> None:
-    """What the loader has drawn ahead cannot be undone, since the body has drawn after it."""
+    """The loader's draws ahead cannot be undone, since the body has drawn after them."""
     draws = torch.Generator().manual_seed(3)
     sampler = RandomSampler(Rows(), replacement=True, num_samples=200, generator=draws)
     rows = batches(sampler=sampler, num_workers=1)
@@ -462,7 +461,7 @@ def test_a_loop_that_is_left_and_drawn_beside_is_told() -> None:
 
 
 def test_an_iterator_is_pulled_ahead_by_one_loop() -> None:
-    """Another one would miss batches; not when the first was closed, or is gone."""
+    """Another one would miss batches, unless the first was closed, or is gone."""
     data = iter(range(20))
     tasks = [swpipe.task(pure=True, name="decode")(lambda ctx: None)]
     first = swpipe.overlap(data, tasks, pull_ahead=True, device="cpu")
@@ -478,7 +477,7 @@ def test_an_iterator_is_pulled_ahead_by_one_loop() -> None:
 
 
 class Closing:
-    """A loader that counts the passes whose ``finally`` has run, by a semaphore."""
+    """A loader that counts, by a semaphore, the passes whose ``finally`` has run."""
 
     def __init__(self) -> None:
         self.over = threading.Semaphore(0)
@@ -492,9 +491,9 @@ class Closing:
 
 @pytest.mark.parametrize("pull_ahead", [True, False])
 def test_the_finally_of_a_generator_runs_when_the_loop_is_left(pull_ahead: bool) -> None:
-    """As when a plain loop is left; that of a generator that was given, when the loop is closed.
+    """A plain loop runs it when it is left; for a given generator it runs at the loop's close.
 
-    Where the loop is left while a batch is pulled ahead, it runs at the end of that pull.
+    If the loop is left while a batch is pulled ahead, it runs at the end of that pull.
     """
     loader = Closing()
     with swpipe.overlap(loader, [print_nothing], pull_ahead=pull_ahead, device="cpu") as loop:
@@ -514,11 +513,11 @@ def test_the_finally_of_a_generator_runs_when_the_loop_is_left(pull_ahead: bool)
 
 
 def print_nothing(ctx: Any) -> None:
-    """Any task."""
+    """Do nothing."""
 
 
 def test_a_loop_that_is_left_and_forgotten_keeps_no_thread() -> None:
-    """Also over an iterator, with which the caller goes on."""
+    """This holds over an iterator, too, with which the caller continues."""
     endless = (torch.ones(2, 4) for _ in iter(int, 1))
     loop = swpipe.overlap(endless, Training().tasks(), pull_ahead=True, device="cpu")
     for ctx in loop:
@@ -531,7 +530,7 @@ def test_a_loop_that_is_left_and_forgotten_keeps_no_thread() -> None:
 
 
 def test_batches_that_were_modified_ahead_are_not_given_to_a_loop_that_is_set_back() -> None:
-    """They would be modified twice; it is refused before anything is set."""
+    """They would be modified twice; it is refused before anything changes."""
     functions = Training().tasks(**InPlace(double).functions)
     with swpipe.overlap([*map(torch.clone, PARTS)], functions, device="cpu") as loop:
         for ctx in loop:

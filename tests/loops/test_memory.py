@@ -1,4 +1,4 @@
-"""What the body gets is what the loader made, and what functions returned; or it is refused."""
+"""The body gets what the loader made and functions returned; otherwise the loop is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCHES = 14
 
 
 def windows() -> Iterator[Any]:
-    """Half-overlapping windows of a ring: audio, sensors."""
+    """Yield half-overlapping windows of a ring, as for audio or sensors."""
     ring = torch.zeros(64)
     for i in range(BATCHES):
         ring[4 * i % 48 : 4 * i % 48 + 8] = i
@@ -31,7 +31,7 @@ def windows() -> Iterator[Any]:
 
 
 def shifting() -> Iterator[Any]:
-    """A sliding window that is refilled."""
+    """Yield a sliding window that is refilled."""
     ring = np.zeros(64)
     for i in range(BATCHES):
         ring[i : i + 8] = i
@@ -39,7 +39,7 @@ def shifting() -> Iterator[Any]:
 
 
 def columns() -> Iterator[Any]:
-    """A view that is not in one piece."""
+    """Yield a view that is not contiguous."""
     rows = np.zeros((50, 50))
     for i in range(BATCHES):
         rows[:, ::2] = i
@@ -47,7 +47,7 @@ def columns() -> Iterator[Any]:
 
 
 def reversed_rows() -> Iterator[Any]:
-    """A view with negative steps."""
+    """Yield a view with negative steps."""
     rows = np.zeros((50, 50))
     for i in range(BATCHES):
         rows[:] = i
@@ -55,7 +55,7 @@ def reversed_rows() -> Iterator[Any]:
 
 
 def middle() -> Iterator[Any]:
-    """A large buffer of which the padding at both ends stays."""
+    """Yield the middle of a large buffer whose padding stays unchanged."""
     padded = np.zeros(100_000, np.float32)
     for i in range(BATCHES):
         padded[40_000:60_000] = i
@@ -63,7 +63,7 @@ def middle() -> Iterator[Any]:
 
 
 def given_back() -> Iterator[Any]:
-    """Written after it was handed out, when the body is done in a plain loop."""
+    """Yield a batch, and write it when the body is done in a plain loop."""
     for i in range(BATCHES):
         buffer = np.full(4, float(i))
         yield buffer
@@ -71,7 +71,7 @@ def given_back() -> Iterator[Any]:
 
 
 def filled_dict() -> Iterator[Any]:
-    """One dict, filled anew."""
+    """Yield one dict, which is refilled."""
     batch = {}
     for i in range(BATCHES):
         batch["x"] = torch.full((4,), float(i))
@@ -79,7 +79,7 @@ def filled_dict() -> Iterator[Any]:
 
 
 def filled_list() -> Iterator[Any]:
-    """One list, filled anew."""
+    """Yield one list, which is refilled."""
     batch: list[Tensor] = []
     for i in range(BATCHES):
         batch[:] = [torch.full((4,), float(i))]
@@ -87,7 +87,7 @@ def filled_list() -> Iterator[Any]:
 
 
 def filled_numbers() -> Iterator[Any]:
-    """One list of numbers, filled anew."""
+    """Yield one list of numbers, which is refilled."""
     batch: list[int] = []
     for i in range(BATCHES):
         batch[:] = [i, i]
@@ -95,7 +95,7 @@ def filled_numbers() -> Iterator[Any]:
 
 
 def longer_list() -> Iterator[Any]:
-    """One list in a dict, which gets longer."""
+    """Yield a dict with one list, which grows."""
     batch: dict[str, list[int]] = {"x": []}
     for _ in range(BATCHES):
         batch["x"].append(1)
@@ -103,7 +103,7 @@ def longer_list() -> Iterator[Any]:
 
 
 def ring() -> Iterator[Tensor]:
-    """Buffers that only the loader writes, enough of them."""
+    """Yield enough buffers, which only the loader writes."""
     buffers = [torch.empty(8) for _ in range(6)]
     for i in range(40):
         yield buffers[i % 6].fill_(i)
@@ -114,7 +114,7 @@ def doubled(batch: Tensor) -> Tensor:
 
 
 def run(loop: Any, body: Callable[[int], Any] = lambda number: None) -> None:
-    """A body that begins when all that may be pulled has been."""
+    """Run a loop whose body begins when everything that may be pulled has been pulled."""
     for number, _ in enumerate(loop):
         settle(loop.pipe)
         body(number)
@@ -131,7 +131,7 @@ REUSED: list[Callable[[], Iterator[Any]]] = [
 def test_memory_that_a_loader_writes_again_is_refused(
     make: Callable[[], Iterator[Any]], functions: tuple[Callable[[Any], Any], ...]
 ) -> None:
-    """Wherever in the batch it is written, and whatever the batch is a view of."""
+    """It may be written anywhere in the batch, which may be any view."""
     loop = swpipe.ahead(make(), *functions, draws=True, device="cpu")
     words = "memory of an earlier|not any more what the loader made|was modified in place"
     with pytest.raises((RuntimeError, PlanError), match=words):
@@ -139,7 +139,7 @@ def test_memory_that_a_loader_writes_again_is_refused(
 
 
 def test_a_ring_that_only_the_loader_writes_is_its_own() -> None:
-    """Also where functions run ahead on its batches."""
+    """This holds also if functions run ahead on its batches."""
     expected = [2.0 * 8 * i for i in range(40)]
     assert [float(one.sum()) for one in swpipe.ahead(ring(), doubled, device="cpu")] == expected
     loop = swpipe.ahead(ring(), device="cpu")
@@ -147,7 +147,7 @@ def test_a_ring_that_only_the_loader_writes_is_its_own() -> None:
 
 
 def test_a_function_that_returns_its_list_again_is_refused() -> None:
-    """A list of numbers, which it fills again for each batch."""
+    """It fills a list of numbers again for each batch."""
     kept: list[int] = []
 
     def filled(batch: int) -> list[int]:
@@ -159,7 +159,7 @@ def test_a_function_that_returns_its_list_again_is_refused() -> None:
 
 
 def test_a_function_that_returns_its_buffer_again_is_refused() -> None:
-    """Filled by numpy, which counts no modifications."""
+    """Writes of numpy fill it, which count as no modifications."""
     buffer = np.zeros(3, np.float32)
 
     def decode(number: int) -> Tensor:
@@ -172,7 +172,7 @@ def test_a_function_that_returns_its_buffer_again_is_refused() -> None:
 
 
 def test_a_function_that_writes_what_it_has_returned_is_refused() -> None:
-    """It gives it back to a pool, say."""
+    """For example, it returns it to a pool."""
     before = [np.zeros(3)]
 
     def decode(number: int) -> Any:
@@ -186,7 +186,7 @@ def test_a_function_that_writes_what_it_has_returned_is_refused() -> None:
 
 
 def test_a_buffer_that_a_function_fills_while_the_body_has_it_is_refused() -> None:
-    """It had been right when the body came to it."""
+    """It was right when the body began."""
     buffers = [np.zeros(3), np.zeros(3), np.zeros(3)]
     body, filled = threading.Event(), threading.Event()
 
@@ -240,7 +240,7 @@ def test_what_is_written_while_the_body_has_it_is_refused_though_the_body_has_go
 
 
 def test_a_tensor_that_the_loader_writes_and_the_body_reads_is_refused() -> None:
-    """By torch's functions, in the first bodies, which run alone."""
+    """Torch's functions show it in the first bodies, which run alone."""
     mean = torch.zeros(2)
 
     def loader() -> Iterator[Tensor]:
@@ -254,7 +254,7 @@ def test_a_tensor_that_the_loader_writes_and_the_body_reads_is_refused() -> None
 
 
 def test_a_tensor_that_the_loader_reads_and_the_body_writes_is_refused() -> None:
-    """A replay buffer."""
+    """A replay buffer is an example."""
     rows = torch.zeros(22, 4)
 
     def loader() -> Iterator[Tensor]:
@@ -267,7 +267,7 @@ def test_a_tensor_that_the_loader_reads_and_the_body_writes_is_refused() -> None
 
 
 def test_a_loader_in_turn_and_the_body_may_use_one_tensor() -> None:
-    """The loader draws, so nothing is ahead that could find another value."""
+    """The loader draws; therefore nothing is ahead that could read another value."""
 
     def run(over: Callable[[Any], Any]) -> list[Any]:
         torch.manual_seed(3)
@@ -284,7 +284,7 @@ def test_a_loader_in_turn_and_the_body_may_use_one_tensor() -> None:
 
 
 def test_the_tensors_of_a_known_dataset_are_not_changed() -> None:
-    """Their versions are looked at with each pull."""
+    """Their versions are compared at each pull."""
     rows = torch.zeros(22, 4)
     loop = swpipe.ahead(DataLoader(TensorDataset(rows)), device="cpu")
     with pytest.raises(RuntimeError, match="changed a tensor of the loader's dataset"):
@@ -301,7 +301,7 @@ def test_the_tensors_of_a_known_dataset_are_not_changed() -> None:
     ],
 )
 def test_a_write_anywhere_in_memory_is_seen(buffer: Any) -> None:
-    """Of the first item, and a fifth of them; and where the memory lies."""
+    """The first item, a fifth of all items, and the memory's address are compared."""
     half, fifth = len(buffer) // 2, max(1, len(buffer) // 5)
     for place in (0, slice(-fifth, None), slice(half, half + fifth)):
         before = Buffer.of(buffer)
@@ -314,7 +314,7 @@ def test_a_write_anywhere_in_memory_is_seen(buffer: Any) -> None:
 
 
 def test_other_memory_of_the_same_tensor_is_a_change() -> None:
-    """And is not looked for where it was."""
+    """The previous memory is not read."""
     tensor = torch.ones(3000)
     before = Buffer.of(tensor)
     tensor.data = torch.ones(6000)
@@ -326,7 +326,7 @@ def test_other_memory_of_the_same_tensor_is_a_change() -> None:
 
 
 class Counter:
-    """Keeps how many batches it has seen."""
+    """A function that counts the batches that it has seen."""
 
     seen = 0
 
@@ -336,7 +336,7 @@ class Counter:
 
 
 class Mean:
-    """Keeps a mean."""
+    """A function that keeps a mean."""
 
     mean = 0.0
 
@@ -346,7 +346,7 @@ class Mean:
 
 
 class Noise:
-    """Keeps a generator of numpy's."""
+    """A function that keeps a generator of numpy."""
 
     def __init__(self) -> None:
         self.draws = np.random.default_rng(3)
@@ -356,7 +356,7 @@ class Noise:
 
 
 class Scratch:
-    """Uses one buffer in all calls, on several threads at once."""
+    """A function that uses one buffer in all calls, on several threads at once."""
 
     def __init__(self) -> None:
         self.buffer = np.zeros(1)
@@ -375,20 +375,20 @@ class Scratch:
 def test_a_function_that_keeps_something_is_refused_on_several_threads(
     kind: Callable[[], Callable[[float], float]],
 ) -> None:
-    """The first batches go through it twice."""
+    """The first batches pass through it twice."""
     with pytest.raises(PlanError, match="left something else of iteration .* on the same batch"):
         list(swpipe.ahead([*map(float, range(1, 20))], kind(), workers=4, device="cpu"))
 
 
 @pytest.mark.parametrize("kind", [Counter, Mean, Noise])
 def test_it_is_taken_on_one_thread(kind: Callable[[], Callable[[float], float]]) -> None:
-    """In order."""
+    """It runs in order."""
     rows = [*map(float, range(20))]
     assert list(swpipe.ahead(rows, kind(), device="cpu")) == [*map(kind(), rows)]
 
 
 def test_fewer_batches_than_four_go_through_it_twice_too() -> None:
-    """At the end of the pass."""
+    """They do so at the end of the pass."""
     with pytest.raises(PlanError, match="left something else of iteration 0"):
         list(swpipe.ahead([1.0, 2.0], Counter(), workers=2, device="cpu"))
 
@@ -408,7 +408,7 @@ def test_only_the_first_four_batches_go_through_a_function_twice(workers: int) -
 
 
 def test_an_honest_function_is_taken_on_several_threads() -> None:
-    """Also where the body writes into what it gets."""
+    """The body may also write into its results."""
     rows = [*torch.arange(40.0).reshape(20, 2)]
     found = []
     for batch in swpipe.ahead(rows, doubled, workers=4, device="cpu"):
@@ -418,7 +418,7 @@ def test_an_honest_function_is_taken_on_several_threads() -> None:
 
 
 def test_a_function_with_a_torch_generator_of_its_own_is_taken_on_one_thread() -> None:
-    """A pass that is left sets it back to the last batch that the body had."""
+    """A pass that is left restores it to the last batch that the body had."""
     rows = [torch.zeros(4)] * 20
     drawn = [threading.Semaphore(0)]  # of each pass, how often its function has drawn
 
@@ -450,7 +450,7 @@ def test_a_function_with_a_torch_generator_of_its_own_is_taken_on_one_thread() -
 
 
 def test_a_state_is_refused_whose_function_draws_from_a_generator_of_its_own() -> None:
-    """No state has that generator: a resumed loop would draw other numbers."""
+    """No state contains that generator: a resumed loop would draw other numbers."""
     draws = torch.Generator().manual_seed(3)
 
     def noisy(x: Tensor) -> Tensor:
@@ -468,7 +468,7 @@ def test_a_state_is_refused_whose_function_draws_from_a_generator_of_its_own() -
 
 
 class Mapped:
-    """A plain loop's batches."""
+    """A loader that applies a function to rows."""
 
     def __init__(self, function: Callable[[Any], Any], rows: list[Any]) -> None:
         self.function, self.rows = function, rows
@@ -478,7 +478,7 @@ class Mapped:
 
 
 def test_the_batch_that_the_body_has_is_compared_too() -> None:
-    """A pull writes it while the body has it."""
+    """A pull writes it while the body uses it."""
     ring = np.zeros(6)
     places = [ring[:4], np.zeros(4), ring[2:], np.zeros(4)]
     body = threading.Event()

@@ -1,4 +1,4 @@
-"""What is given to loops by mistake: refused at the call, with the value and the rule."""
+"""Wrong arguments of loops are refused at the call, with the value and the rule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TASKS = Training().functions()
 
 
 def train(ctx: Any) -> None:
-    """A task."""
+    """Do nothing."""
 
 
 MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -69,6 +69,6 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("call", "error", "words"), MISTAKES)
 def test_mistakes_are_refused(call: Callable[[], Any], error: type[Exception], words: str) -> None:
-    """At the call."""
+    """They are refused at the call."""
     with pytest.raises(error, match=f"(?s){words}"):
         call()

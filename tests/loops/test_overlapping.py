@@ -1,4 +1,4 @@
-"""``swpipe.overlap``: what runs ahead, what is told of it, and what is refused."""
+"""``swpipe.overlap``: what runs ahead, what is reported, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:the loop, a task or its body, dr
 
 
 def measured() -> PipelineTask:
-    """Pure."""
+    """Return a pure task."""
     return PipelineTask("measure", lambda ctx: None, pure=True)
 
 
 def train(ctx: Any) -> None:
-    """Train."""
+    """Do nothing."""
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def train(ctx: Any) -> None:
 def test_what_runs_ahead_is_told_and_what_to_say_of_the_rest(
     functions: list[Any], ahead: tuple[str, ...], told: str
 ) -> None:
-    """A task that runs ahead is on another thread, the last of them too."""
+    """A task that runs ahead is on another thread, including the last one."""
     rows = [torch.ones(2, 4) for _ in range(5)]
     with swpipe.overlap(rows, functions, device="cpu") as loop:
         assert loop.overlap.ahead == ahead
@@ -64,7 +64,7 @@ def test_what_runs_ahead_is_told_and_what_to_say_of_the_rest(
 def test_two_batches_are_pulled_ahead_and_three_where_tasks_run_ahead(
     tasks: list[Any], ahead: int
 ) -> None:
-    """One that is ready while the next is being pulled: neither thread waits at every batch."""
+    """One is ready while the next is pulled: neither thread waits at every batch."""
     pulled: list[int] = []
 
     def loader() -> Iterator[int]:
@@ -79,7 +79,7 @@ def test_two_batches_are_pulled_ahead_and_three_where_tasks_run_ahead(
 
 
 class Own(DataLoader[Any]):
-    """As libraries have them."""
+    """A subclass of ``DataLoader``, as libraries have them."""
 
 
 ROWS = torch.rand(8, 2)
@@ -105,7 +105,7 @@ ROWS = torch.rand(8, 2)
     ],
 )
 def test_why_a_loader_is_in_turn_is_told_as_it_is(loader: Any, why: str) -> None:
-    """Of the task that the loader would run ahead of, nothing is asked."""
+    """The task that the loader would be ahead of needs no declaration."""
     with pytest.warns(
         RuntimeWarning, match=f"nothing runs ahead: .*{why}.*pull_ahead=True"
     ) as told:
@@ -115,7 +115,7 @@ def test_why_a_loader_is_in_turn_is_told_as_it_is(loader: Any, why: str) -> None
 
 @pytest.mark.parametrize("pull_ahead", [True, False])
 def test_a_loop_may_be_closed_before_it_is_left(pull_ahead: bool) -> None:
-    """A pass that is left after that has nothing to drop."""
+    """A pass that is left later has nothing to drop."""
     tasks = Training().tasks()
     overlapped = swpipe.overlap(batches(), tasks, pull_ahead=pull_ahead, device="cpu")
     contexts = iter(overlapped)
@@ -127,7 +127,7 @@ def test_a_loop_may_be_closed_before_it_is_left(pull_ahead: bool) -> None:
 
 
 def test_a_random_task_stays_with_the_body_which_may_draw() -> None:
-    """All threads share torch's default generators, which it seeds; what to do is told."""
+    """All threads share torch's default generators, which it seeds; the message says what to do."""
 
     def noise(ctx: Any) -> None:
         ctx.x = ctx.x + torch.rand(4)
@@ -149,7 +149,7 @@ def test_a_random_task_stays_with_the_body_which_may_draw() -> None:
 
 @pytest.mark.parametrize("replayed", [["decode"], ["decode", "scale"], ["scale"], ["train"]])
 def test_tasks_that_run_ahead_may_be_shortcut(replayed: list[str]) -> None:
-    """Then no batch was given to them, or they left none."""
+    """They then got no batch, or left none."""
     decode = PipelineTask("decode", lambda ctx: setattr(ctx, "x", ctx.batch + 1), pure=True)
     scale = PipelineTask("scale", lambda ctx: setattr(ctx, "x", 2 * ctx.x), pure=True)
     train = PipelineTask("train", lambda ctx: setattr(ctx, "loss", ctx.x.sum()))
@@ -161,5 +161,5 @@ def test_tasks_that_run_ahead_may_be_shortcut(replayed: list[str]) -> None:
 
 
 def nothing() -> PipelineTask:
-    """A task that does nothing."""
+    """Do nothing."""
     return PipelineTask("nothing", lambda ctx: None)

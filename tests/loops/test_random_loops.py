@@ -1,4 +1,4 @@
-"""Random loops that draw on either side have the numbers of the plain loop, or are refused."""
+"""Random loops that draw on either side have the plain loop's numbers, or are refused."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LOOPS = 150
 
 @pytest.mark.examples
 def test_a_random_loop_is_the_plain_loop_or_is_refused() -> None:
-    """Never silently another: whatever is drawn, whenever, by whichever side, wherever it is left.
+    """It is never silently different, for any draws of either side, and any end of the loop.
 
-    And not because all is refused: nine of ten are equal. Of those whose states show nothing, by
-    the guide's word, few differ.
+    Nine of ten are equal, so that not all are refused. Of those whose states show nothing, which
+    the guide excludes, few differ.
     """
     numbers = [*seeds("loops", LOOPS)]
     counts, silent = outcomes(numbers)

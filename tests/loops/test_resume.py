@@ -1,6 +1,7 @@
 """A run that was stopped and resumed, under any plan, has the numbers of one that was not.
 
-Of most of these loaders the library alone, torchdata 0.11 or datasets, goes on with other rows.
+With most of these loaders, the library alone (torchdata 0.11 or datasets) continues with other
+rows.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Rows(ContractRows):
-    """Those of the contract."""
+    """The rows of ``tests.contract``."""
 
     def __init__(self) -> None:
         super().__init__(Failing())
 
 
 class Noisy(Rows):
-    """They have noise by a generator of their own."""
+    """Rows with noise from a given generator."""
 
     def __init__(self, draws: Any) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class Noisy(Rows):
 
 
 class NoisyInWorkers(Rows):
-    """By Python's generator, of which each worker has its own."""
+    """Rows with noise from Python's generator, of which each worker has its own."""
 
     def __getitem__(self, row: int) -> Tensor:
         return super().__getitem__(row) + random.random()
@@ -73,14 +74,14 @@ _UNKNOWN = [np.random.default_rng(3)]
 
 
 class Unknown(Rows):
-    """By a generator of the module."""
+    """Rows with noise from a generator of this module."""
 
     def __getitem__(self, row: int) -> Tensor:
         return super().__getitem__(row) + float(_UNKNOWN[0].random())
 
 
 class Permuted(Sampler[int]):
-    """By a generator of numpy's of its own."""
+    """A sampler that permutes by a generator of numpy of its own."""
 
     def __init__(self) -> None:
         self.draws = np.random.default_rng(5)
@@ -93,7 +94,7 @@ class Permuted(Sampler[int]):
 
 
 class Buffered(IterableDataset[Tensor]):
-    """From a buffer of four rows, which is filled anew when its state is loaded."""
+    """A dataset that shuffles in a buffer of four rows, and refills it when a state is loaded."""
 
     def __init__(self) -> None:
         self.epoch, self.at, self.draws = -1, 0, random.Random()
@@ -120,7 +121,7 @@ class Buffered(IterableDataset[Tensor]):
 
 
 class BeginsWhereItWasSet(IterableDataset[float]):
-    """In each pass, as a dataset of Hugging Face that a worker of several passes has."""
+    """A dataset that begins all passes at its loaded state, like Hugging Face's in a worker."""
 
     def __init__(self) -> None:
         self.begin = self.at = 0
@@ -137,7 +138,7 @@ class BeginsWhereItWasSet(IterableDataset[float]):
 
 
 def nodes() -> Any:
-    """Of torchdata."""
+    """Return a loader of torchdata's nodes."""
     from torchdata.nodes import Batcher, Loader, Mapper, MapStyleWrapper
 
     sampler = RandomSampler(Rows(), generator=with_generator())
@@ -146,17 +147,17 @@ def nodes() -> Any:
 
 
 def stateful(rows: Any = None, **options: Any) -> Any:
-    """Of torchdata."""
+    """Return a ``StatefulDataLoader`` of torchdata."""
     return torchdata(rows or Rows(), **{"batch_size": 1, "shuffle": None, **options})
 
 
 def plain(rows: Any = None, **options: Any) -> DataLoader[Tensor]:
-    """Without a state."""
+    """Return a loader without a state."""
     return DataLoader(rows or Rows(), **{"batch_size": 1, **options})
 
 
 class PermutedByDefault(Permuted):
-    """By numpy's default generator."""
+    """A sampler that permutes by numpy's default generator."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(np.random.permutation(ROWS).tolist())
@@ -179,15 +180,15 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 KNOWN_BEFORE = [one for one in LOADERS if "default" in one or "given" in one or "user" in one]
-"""Those of which a state from before the first pass leads to it: others have begun then."""
+"""Loaders for which a state from before the first pass leads to it; others have begun then."""
 
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_run_that_was_stopped_goes_on_with_the_same_numbers(name: str) -> None:
-    """Losses and parameters are bit-equal, after stops in mid-pass and between passes.
+    """Losses and parameters are equal, after stops within and between passes.
 
-    One is at the last batch, where a loader that is ahead knows that there are no more. Each is
-    gone on with in another way, in a process that has drawn other numbers.
+    One stop is at the last batch, where a loader that is ahead knows that it is the last. Each run
+    is continued in another way, in a process that has drawn other numbers.
     """
     draws = random.Random(name)
     others: list[type[Way]] = [OverlapInTurn, Looped]
@@ -205,16 +206,16 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_numbers(name: str) -> None
 
 
 def use(ctx: Any) -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 def over(loader: Any) -> OverlappedLoop[Any]:
-    """A loop whose rows are looked at in the body."""
+    """Return a loop whose body looks at the rows."""
     return swpipe.overlap(loader, [use], pull_ahead=False, device="cpu")
 
 
 def test_rows_come_from_workers_that_draw() -> None:
-    """Their generators are in no state: the pass is begun again, which is said."""
+    """Their generators are in no state: the pass begins again, and a warning says so."""
     with over(stateful(NoisyInWorkers(), num_workers=2)) as loop:
         seen = [(ctx.batch, copy.deepcopy(loop.state_dict())) for ctx in loop]
     with over(stateful(NoisyInWorkers(), num_workers=2)) as loop:
@@ -225,18 +226,18 @@ def test_rows_come_from_workers_that_draw() -> None:
 
 
 def living(rows: Any) -> Any:
-    """One worker for all passes."""
+    """Return a loader with one worker for all passes."""
     return stateful(rows, num_workers=1, persistent_workers=True)
 
 
 def state_at(loop: ResumableLoop[Any], number: int, **options: Any) -> Any:
-    """A checkpoint in the body of an iteration."""
+    """Return a checkpoint from the body of an iteration."""
     return next(copy.deepcopy(loop.state_dict(**options)) for c in loop if c.iter_idx == number)
 
 
 @pytest.mark.filterwarnings("ignore:the loader's workers will live on")
 def test_later_passes_have_all_rows_where_workers_live_on() -> None:
-    """A worker that was set back begins all its passes there: they had as few as the first."""
+    """A worker that was restored began all its passes there: they had as few rows as the first."""
     with over(living(BeginsWhereItWasSet())) as loop:
         state = [copy.deepcopy(loop.state_dict()) for _ in loop][11]
     with over(living(BeginsWhereItWasSet())) as loop:
@@ -248,7 +249,7 @@ REFUSED = "does not lead to the batches|begun again, does not give the batches"
 
 
 def unknown(make: Callable[[], Any], **options: Any) -> Any:
-    """A state from the third pass over a loader that draws from what swpipe does not know."""
+    """Return a state from the third pass over a loader with an unknown generator."""
     _UNKNOWN[0] = np.random.default_rng(3)
     with over(make()) as loop:
         assert len([*loop, *loop]) == 40
@@ -259,7 +260,7 @@ def unknown(make: Callable[[], Any], **options: Any) -> Any:
 
 @pytest.mark.parametrize("make", [lambda: plain(Unknown()), lambda: stateful(Unknown())])
 def test_other_rows_are_refused_when_the_pass_begins(make: Callable[[], Any]) -> None:
-    """Whatever the loader's own state says; and again, if another pass is tried."""
+    """The loader's own state does not matter; another pass is refused, too."""
     state = unknown(make)
     with over(make()) as loop:
         loop.load_state_dict(state)
@@ -269,7 +270,7 @@ def test_other_rows_are_refused_when_the_pass_begins(make: Callable[[], Any]) ->
 
 
 def test_other_rows_are_taken_where_they_do_not_matter() -> None:
-    """By the word of who saves or who loads."""
+    """The user declares this when saving or loading."""
     for saves, loads in ((True, False), (False, True)):
         state = unknown(plain_unknown, check=saves)
         with over(plain_unknown()) as loop:
@@ -278,12 +279,12 @@ def test_other_rows_are_taken_where_they_do_not_matter() -> None:
 
 
 def plain_unknown() -> DataLoader[float]:
-    """The loader of a module's generator."""
+    """Return a loader that draws from a generator of this module."""
     return plain(Unknown())
 
 
 def test_other_data_and_another_epoch_are_refused() -> None:
-    """Rows in another order; a sampler whose epoch nobody has set, until somebody does."""
+    """Rows in another order are refused, and a sampler whose epoch is not set."""
     with over(plain()) as loop:
         state = state_at(loop, 4)
     with over(plain(sampler=range(ROWS)[::-1])) as loop:
@@ -303,7 +304,7 @@ def test_other_data_and_another_epoch_are_refused() -> None:
 
 
 def test_accelerates_loader_with_a_state_is_refused() -> None:
-    """It begins a pass when it is prepared, and its state leads elsewhere on two ranks and one."""
+    """It begins a pass when prepared; its state leads elsewhere on two ranks and on one."""
     accelerate = pytest.importorskip("accelerate")
     config = accelerate.DataLoaderConfiguration(use_stateful_dataloader=True)
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
@@ -318,7 +319,7 @@ def test_accelerates_loader_with_a_state_is_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 6 worker processes")
 def test_each_worker_is_compared() -> None:
-    """At least one batch of it."""
+    """At least one batch of each is compared."""
     record = record_of(plain(num_workers=6))
     for number in range(1, 17):
         record.add(number, record.entry(number, torch.ones(number), {}), [], number - 1)
@@ -327,11 +328,11 @@ def test_each_worker_is_compared() -> None:
 
 
 class Anything:
-    """Of which nothing is known."""
+    """An object without known contents."""
 
 
 def test_batches_are_told_apart_by_what_is_in_them() -> None:
-    """Not by objects, addresses or memory that is not in one piece."""
+    """Objects, addresses and memory with gaps do not count."""
     rows = np.arange(4.0)
     pairs: list[tuple[Any, Any, bool]] = [
         (torch.arange(9000.0), torch.arange(9000.0), True),
@@ -369,7 +370,7 @@ PREFETCHED = prefetch_plan(["x"], ["y"], depth=4)
 
 @pytest.mark.parametrize("plan", [replace(PREFETCHED, pull_group=None), PREFETCHED])
 def test_a_pipeline_knows_its_next_iteration_and_what_it_has_pulled(plan: PipelinePlan) -> None:
-    """A loader is set back by what is in flight; random tasks draw what they would have."""
+    """A loader is restored to what is in flight; random tasks draw the same numbers."""
     with SWPipeline(plan, TASKS, device="cpu", seed=5) as pipe:
         expected = [ctx.y for ctx in pipe.iterate(range(9))]
     for stop in (1, 4, 8):
@@ -389,7 +390,7 @@ def test_a_pipeline_knows_its_next_iteration_and_what_it_has_pulled(plan: Pipeli
 
 
 def test_a_run_may_begin_with_any_number() -> None:
-    """As if a state with that number were loaded, also serially."""
+    """It is like a loaded state with that number, also for serial runs."""
 
     def made(start: int = 0) -> SWPipeline[Any]:
         return SWPipeline(PREFETCHED, TASKS, device="cpu", seed=5, start_iteration=start)
@@ -407,7 +408,7 @@ def test_a_run_may_begin_with_any_number() -> None:
 
 
 def test_a_state_is_not_loaded_in_mid_flight() -> None:
-    """Nor one that is none."""
+    """This also holds for a value that is no state."""
     with SWPipeline(PREFETCHED, TASKS, device="cpu") as pipe:
         data = iter(range(9))
         pipe.progress(data)
@@ -420,7 +421,7 @@ def test_a_state_is_not_loaded_in_mid_flight() -> None:
 
 
 class ByChance(Sequence[float]):
-    """Its batches are those of another pass, but for the last one before the stop."""
+    """Batches of another pass, except for the last one before the stop."""
 
     def __init__(self, first: int) -> None:
         self.first = first

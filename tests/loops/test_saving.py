@@ -1,4 +1,4 @@
-"""A state is saved where it leads back to the same numbers, and refused by name elsewhere."""
+"""A state is saved if it leads to the same numbers; otherwise it is refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PURE = ("read", "use", "use_nothing")
 
 
 def tasks_of(*functions: Callable[[Any], None], **io: Any) -> list[PipelineTask]:
-    """Tasks of the functions' names; ``io`` by the name."""
+    """Return tasks named after the functions; ``io`` is by name."""
     return [
         PipelineTask(n, one, io=io.get(n, ()), pure=n in PURE)
         for one in functions
@@ -34,7 +34,7 @@ def tasks_of(*functions: Callable[[Any], None], **io: Any) -> list[PipelineTask]
 
 
 def ahead(*functions: Callable[[Any], None], group: str = "io", **io: Any) -> SWPipeline[Any]:
-    """The first function runs ahead of the others, of the given thread group."""
+    """Return a pipeline in which the first function runs ahead of the others."""
     tasks = tasks_of(*functions, **io)
     names = [task.name for task in tasks]
     plan = PipelinePlan(
@@ -48,17 +48,17 @@ def ahead(*functions: Callable[[Any], None], group: str = "io", **io: Any) -> SW
 
 
 def read(ctx: Any) -> None:
-    """Uses the context alone."""
+    """Use the context alone."""
     ctx.x = ctx.batch
 
 
 def use(ctx: Any) -> None:
-    """The same."""
+    """Use the context alone."""
     ctx.y = ctx.x
 
 
 def use_nothing(ctx: Any) -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 # ------------------------------------------------------------------------------ within a call
@@ -66,7 +66,7 @@ def use_nothing(ctx: Any) -> None:
 
 @pytest.mark.parametrize("run", ["run", "run_serial"])
 def test_a_state_is_not_saved_in_a_task(run: str) -> None:
-    """Its iteration is not done: the number would be its own, and the model after its step."""
+    """Its iteration is not complete: the number would be old, and the model after its step."""
 
     def save(ctx: Any) -> None:
         pipe.state_dict()
@@ -81,7 +81,7 @@ def test_a_state_is_not_saved_in_a_task(run: str) -> None:
 
 
 def failing(at: int) -> SWPipeline[Any]:
-    """A task ahead fails, once."""
+    """Return a pipeline whose task ahead fails once."""
     numbers = [at]
 
     def read(ctx: Any) -> None:
@@ -123,7 +123,7 @@ def test_a_serial_iteration_that_failed_is_not_saved() -> None:
 
 
 def test_a_closed_pipeline_is_saved_only_if_it_was_idle() -> None:
-    """``close`` drops what is in flight; ``drop`` leaves the number where it was."""
+    """``close`` drops what is in flight; ``drop`` keeps the number."""
     with ahead(read, use) as idle:
         idle.run(range(3))
     assert idle.state_dict()["next_iteration"] == 3
@@ -141,12 +141,12 @@ def test_a_closed_pipeline_is_saved_only_if_it_was_idle() -> None:
 
 
 def counts(ctx: Any) -> None:
-    """Says nothing of what it touches."""
+    """Do nothing, without a declaration."""
 
 
 @pytest.mark.parametrize("group", ["io", "default"])
 def test_what_may_have_changed_ahead_is_not_saved(group: str) -> None:
-    """On another thread or before the last stage; after a drain it is."""
+    """A task on another thread or before the last stage may have; after a drain it is saved."""
     with ahead(counts, use_nothing, group=group) as pipe:
         pipe.progress(iter(range(9)))
         reason = r"in flight \(1\).*'counts' does not declare its effects.*pure=True"
@@ -158,7 +158,7 @@ def test_what_may_have_changed_ahead_is_not_saved(group: str) -> None:
 
 
 def test_a_task_that_declares_what_it_uses_is_taken_at_its_word() -> None:
-    """Whether it changes it, or reads it; a pure one changes nothing."""
+    """The declaration says whether it changes or reads it; a pure task changes nothing."""
     with ahead(read, use) as pipe:
         pipe.progress(iter(range(9)))
         assert pipe.state_dict()["in_flight"] == 1
@@ -177,14 +177,14 @@ def test_a_task_that_declares_what_it_uses_is_taken_at_its_word() -> None:
 
 
 def loop_over(loader: Any, depth: int = 3) -> ResumableLoop[Any]:
-    """A loop that pulls ahead."""
+    """Return a loop that pulls ahead."""
     tasks = tasks_of(read, use)
     pipe = SWPipeline(prefetch_plan(["read"], ["use"], depth=depth), tasks, device="cpu")
     return ResumableLoop(pipe, loader)
 
 
 def test_after_a_break_a_state_has_to_say_where_it_leads() -> None:
-    """To the rest of the pass, or to a new one."""
+    """It leads to the rest of the pass, or to a new pass."""
     loop = loop_over(range(9))
     for ctx in loop:
         if ctx.batch == 3:
@@ -207,7 +207,7 @@ def test_after_a_break_a_state_has_to_say_where_it_leads() -> None:
 
 
 def test_a_loader_with_a_state_leads_to_the_rest_of_a_pass_that_was_left() -> None:
-    """Nobody can tell it to begin anew."""
+    """Such a loader cannot begin again."""
     loop = loop_over(StatefulRows())
     for _ in loop:
         break
@@ -218,7 +218,7 @@ def test_a_loader_with_a_state_leads_to_the_rest_of_a_pass_that_was_left() -> No
 
 
 def test_a_pass_of_a_plan_that_changes_state_ahead_stays_in_flight() -> None:
-    """It is handed out by ``drain``, and counts."""
+    """``drain`` returns it, and it counts."""
     with ahead(counts, use_nothing) as pipe:
         loop = ResumableLoop(pipe, range(9))
         for _ in loop:
@@ -232,7 +232,7 @@ def test_a_pass_of_a_plan_that_changes_state_ahead_stays_in_flight() -> None:
 
 
 def test_a_state_may_be_loaded_twice_and_saved_again_under_another_plan() -> None:
-    """At once; the generators of a device that is not here are left out."""
+    """It is saved at once; the generators of a device that does not exist here are ignored."""
     loop = loop_over(range(9))
     state = next(copy.deepcopy(loop.state_dict()) for ctx in loop if ctx.batch == 4)
     for states in (state["at_start"], state["generators"]):
@@ -247,7 +247,7 @@ def test_a_state_may_be_loaded_twice_and_saved_again_under_another_plan() -> Non
 
 
 def test_a_loader_with_fewer_batches_or_without_a_beginning_is_refused() -> None:
-    """With the number that was handed out, when the pass begins; and again."""
+    """The error has the number of trained batches, and comes when a pass begins, each time."""
     loop = loop_over(range(9))
     state = next(loop.state_dict() for ctx in loop if ctx.batch == 4)
     for loader, said in (
@@ -262,7 +262,7 @@ def test_a_loader_with_fewer_batches_or_without_a_beginning_is_refused() -> None
 
 
 def test_an_evaluation_with_the_same_pipeline_is_not_counted() -> None:
-    """After a drain, in the body."""
+    """It runs after a drain, in the body."""
     loop = loop_over(range(9))
     for ctx in loop:
         if ctx.batch == 2:
@@ -280,7 +280,7 @@ def test_an_evaluation_with_the_same_pipeline_is_not_counted() -> None:
 
 
 def test_batches_that_an_iterator_gives_again_count_once() -> None:
-    """After a break, with a plan of one's own."""
+    """They come again after a break, under a hand-written plan."""
     loop = loop_over(iter(range(9)))
     for ctx in loop:
         if ctx.batch == 2:
@@ -291,7 +291,7 @@ def test_batches_that_an_iterator_gives_again_count_once() -> None:
 
 
 class Unplaced:
-    """A loader that nobody can ask where it is."""
+    """A loader without a state."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(6))
@@ -299,7 +299,7 @@ class Unplaced:
 
 @pytest.mark.parametrize("make", [Unplaced, lambda: iter(range(6))])
 def test_a_loader_without_a_place_is_not_saved_in_mid_pass(make: Callable[[], Any]) -> None:
-    """It is said what to give it; between passes it is saved, and where its author says so."""
+    """The error says what to give; it is saved between passes, and if its author declares it."""
     loop = loop_over(make())
     for _ in loop:
         with pytest.raises(RuntimeError, match="give it state_dict and load_state_dict"):
@@ -310,7 +310,7 @@ def test_a_loader_without_a_place_is_not_saved_in_mid_pass(make: Callable[[], An
 
 
 def test_a_state_of_another_kind_of_loader_is_refused() -> None:
-    """By the name of what one of them lacks."""
+    """The error names what one of them lacks."""
     loop, other = (
         loop_over(batches(shuffle=True, generator=torch.Generator())),
         loop_over(batches()),
@@ -325,7 +325,7 @@ def test_a_state_of_another_kind_of_loader_is_refused() -> None:
 
 
 def test_a_loader_and_a_task_that_draw_in_turn_are_saved_after_a_drain() -> None:
-    """In mid-flight the loader has drawn ahead what the task would draw in a resumed run."""
+    """In flight, the loader has drawn what the task would draw in a resumed run."""
 
     def draw(ctx: Any) -> None:
         ctx.noise = torch.rand(1)
@@ -355,7 +355,7 @@ def test_a_loader_and_a_task_that_draw_in_turn_are_saved_after_a_drain() -> None
 
 
 def test_a_random_task_that_runs_ahead_does_not_show_in_a_state() -> None:
-    """It has seeded the generators while it runs; the state has those of the process."""
+    """It seeds the generators while it runs; the state has those of the process."""
     inside, saved = threading.Event(), threading.Event()
 
     def noise(ctx: Any) -> None:
@@ -380,15 +380,15 @@ def test_a_random_task_that_runs_ahead_does_not_show_in_a_state() -> None:
 
 
 def living(rows: Rows) -> DataLoader[torch.Tensor]:
-    """Its worker lives on from pass to pass."""
+    """Return a loader whose worker persists from pass to pass."""
     return batches(rows, shuffle=True, num_workers=1, persistent_workers=True)
 
 
 @pytest.mark.filterwarnings("ignore:the loader's workers will live on")
 def test_a_pass_that_is_begun_anew_has_new_workers() -> None:
-    """What they drew before a state was loaded is not drawn on.
+    """Their draws before a state was loaded do not continue.
 
-    Workers that lived on gave other augmentation in every resumed pass.
+    Persistent workers gave other augmentation in every resumed pass.
     """
 
     def made(seed: int) -> OverlappedLoop[Any]:
@@ -409,7 +409,7 @@ def test_a_pass_that_is_begun_anew_has_new_workers() -> None:
 
 
 def test_workers_that_live_on_are_refused_where_they_cannot_be_set_back() -> None:
-    """After a pass, in the second one, and after batches that were pulled ahead and dropped."""
+    """This is after a pass, in the second one, and after batches that were dropped."""
     said = r"workers,? (which )?live on.*persistent_workers=False"
     with overlap(living(Rows()), [read, use], device="cpu") as loop:
         with pytest.warns(RuntimeWarning, match="will live on in the next pass") as told:
@@ -433,7 +433,7 @@ def test_workers_that_live_on_are_refused_where_they_cannot_be_set_back() -> Non
 
 @pytest.mark.parametrize(("group", "early"), [("default", []), ("io", ["'b' changes log"])])
 def test_a_worker_in_the_last_stage_may_have_run_ahead(group: str, early: list[str]) -> None:
-    """The caller's thread has not: it hands the iteration out."""
+    """The caller's thread has not: it returns the iteration."""
     plan = PipelinePlan(
         {"a": TaskSchedule(), "b": TaskSchedule(1, thread_group=group)}, deps=[("b", "a")]
     )

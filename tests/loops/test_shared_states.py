@@ -36,11 +36,11 @@ from swpipe.inference.comparison import needed
 BATCHES = 7
 
 OF_A_THREAD = {"a context variable"}
-"""States that are other ones on each thread: no declaration can say it, and the guide does."""
+"""States that each thread has for itself: no declaration can name them, as the guide says."""
 
 
 class State(NamedTuple):
-    """A state: how it is read, as a number, and written, with the number of the iteration."""
+    """A state: functions to read it as a number, and to write it with the iteration's number."""
 
     read: Callable[[], float]
     write: Callable[[int], object]
@@ -97,18 +97,18 @@ KINDS: dict[str, tuple[Callable[[Path], State], bool]] = {
     "numpy's generator": (drawn(lambda: float(np.random.rand())), True),
     "torch's generator": (drawn(lambda: float(torch.rand(()))), True),
 }
-"""Each with whether a read changes it. What they are does not matter: nothing looks at them."""
+"""States, and whether a read changes them. Their contents do not matter: nothing reads them."""
 
 
 class Touch(NamedTuple):
-    """How a part of the program uses a state."""
+    """The use of a state by a part of the program."""
 
     reads: bool
     writes: bool
 
 
 class Program:
-    """A random program; ``fresh`` begins it anew."""
+    """A random program; ``fresh`` restarts it."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         rng = self._rng = random.Random(seed)
@@ -149,7 +149,7 @@ class Program:
         return Touch(touch.reads and "r" in allowed, touch.writes and "w" in allowed)
 
     def fresh(self) -> None:
-        """New states, and the tasks on them."""
+        """Make new states, and tasks that use them."""
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
@@ -161,7 +161,7 @@ class Program:
         self.tasks = [self._task(name) for name in self.names]
 
     def _use(self, part: str, number: int) -> float:
-        """Touch the part's states; what it read."""
+        """Use the part's states, and return what it read."""
         time.sleep(self.slow.get(part, 0))
         found = 0.0
         for kind, state in self.states.items():
@@ -192,18 +192,18 @@ class Program:
         return PipelineTask(name, run, io=io, pure=self.says[name] == "pure")
 
     def body(self, ctx: Any) -> None:
-        """What comes after the tasks."""
+        """Run the part of the loop after the tasks."""
         self.seen.append([getattr(ctx, name) for name in self.names])
         self.seen.append(self._use("body", ctx.iter_idx))
 
     def result(self, contexts: Iterable[Any]) -> list[Any]:
-        """Run the body over contexts; what it saw, and the states in the end."""
+        """Run the body over contexts; return what it saw, and the final states."""
         for ctx in contexts:
             self.body(ctx)
         return [*self.seen, *(str(s.read()) for s in self.states.values())]
 
     def plain(self) -> Iterator[Any]:
-        """The contexts of the plain loop."""
+        """Yield the contexts of the plain loop."""
         for number, batch in enumerate(self.loader):
             ctx = IterContext(batch, number)
             for task in self.tasks:
@@ -211,12 +211,12 @@ class Program:
             yield ctx
 
     def has_body(self) -> bool:
-        """Whether the caller touches any state, also in the end, where it is a thread's own."""
+        """Return whether the caller uses any state; it reads those of its own thread in the end."""
         own = not OF_A_THREAD.isdisjoint(self.kinds)
         return own or any(any(self.touches["body", kind]) for kind in self.kinds)
 
     def plan(self) -> PipelinePlan:
-        """A random plan, often with the dependences that the declarations need."""
+        """Return a random plan, often with the dependences that the declarations need."""
         rng = self._rng
         stage, schedule = 0, {}
         for name in self.names:
@@ -234,7 +234,7 @@ class Program:
 
 
 def swpipe_with(plan: PipelinePlan, depth: int | None) -> PipelinePlan:
-    """The plan with this depth."""
+    """Return the plan with this depth."""
     return PipelinePlan(
         plan.schedule, deps=plan.deps, cross_iter_deps=plan.cross_iter_deps, pipeline_depth=depth
     )
@@ -246,7 +246,7 @@ def iterated(program: Program, plan: PipelinePlan) -> list[Any]:
 
 
 def run(program: Program, plan: PipelinePlan) -> list[Any]:
-    """Without a body: contexts are kept by an observer's task, and looked at in the end."""
+    """Run without a body: the last task keeps the contexts, which are read in the end."""
     kept: list[Any] = []
     last = program.names[-1]
     tasks = [
@@ -259,7 +259,7 @@ def run(program: Program, plan: PipelinePlan) -> list[Any]:
 
 
 def keeping(fn: Callable[[Any], None], kept: list[Any]) -> Callable[[Any], None]:
-    """The function, which keeps its context too."""
+    """Return the function, which also keeps its context."""
 
     def also(ctx: Any) -> None:
         fn(ctx)
@@ -284,7 +284,7 @@ WAYS: dict[str, Callable[[Program, PipelinePlan], list[Any]]] = {
 
 
 def outcomes(seeds: Iterable[int], folder: Path) -> tuple[Counter[str], list[str]]:
-    """How the programs went, and those that differ from the plain loop."""
+    """Count how the programs ended, and return those that differ from the plain loop."""
     counts, differ = Counter[str](), list[str]()
     for seed in seeds:
         program = Program(seed, folder)
@@ -311,7 +311,7 @@ def outcomes(seeds: Iterable[int], folder: Path) -> tuple[Counter[str], list[str
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
-"""A program may step a scheduler before any optimizer."""
+"""Ignored because a program may step a scheduler before any optimizer."""
 
 
 PROGRAMS = 40
@@ -319,7 +319,7 @@ PROGRAMS = 40
 
 @pytest.mark.slow
 def test_what_is_accepted_has_the_numbers_of_the_plain_loop(tmp_path: Path) -> None:
-    """And not because all is refused: of the random plans at least a tenth is accepted."""
+    """At least a tenth of the random plans is accepted, so that not all are refused."""
     counts, differ = outcomes(range(PROGRAMS), tmp_path)
     assert differ == []
     assert counts["overlap: ran"] == PROGRAMS

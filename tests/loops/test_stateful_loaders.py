@@ -1,4 +1,4 @@
-"""Loaders whose iterators have a state of their own are resumed in mid-pass, by any protocol."""
+"""Loaders whose iterators have a state are resumed in mid-pass, by any protocol."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCHES = 24
 
 
 class Numbers:
-    """An iterator with ``get_state`` and ``set_state``; what it shuffles by is in its state."""
+    """An iterator with ``get_state`` and ``set_state``, which shuffles by its state."""
 
     def __init__(self) -> None:
         self.place = 0
@@ -42,7 +42,7 @@ class Numbers:
 
 
 class Dataset:
-    """Makes such iterators, which count how many batches are pulled of them."""
+    """A dataset that makes such iterators, and counts the batches pulled from them."""
 
     pulled = 0
 
@@ -59,7 +59,7 @@ class Dataset:
 
 
 class Counting:
-    """An iterator that has no methods for its state."""
+    """An iterator without methods for its state."""
 
     def __init__(self, first: int = 0) -> None:
         self.place = first
@@ -100,7 +100,7 @@ LOADERS: dict[str, tuple[Callable[[], Any], list[float]]] = {
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("stop", [1, 5, 11, BATCHES])
 def test_a_pass_goes_on_where_its_state_was_saved(kind: str, stop: int) -> None:
-    """In the middle and at its end, over a loader that runs ahead."""
+    """It does so in the middle and at its end, over a loader that runs ahead."""
     make, batches = LOADERS[kind]
     with swpipe.ahead(make(), draws=False, device="cpu") as loop:
         found = [*islice(loop, stop - 1)] if stop > 1 else []
@@ -117,7 +117,7 @@ def test_a_pass_goes_on_where_its_state_was_saved(kind: str, stop: int) -> None:
 
 
 def test_few_batches_are_pulled_again() -> None:
-    """The state leads there, and not the beginning of the pass."""
+    """The state leads there, not to the beginning of the pass."""
     loop = swpipe.ahead(StatefulLoader(Dataset()), draws=False, device="cpu")
     for batch in loop:
         if int(batch) == 18:
@@ -141,7 +141,7 @@ def test_a_state_between_two_passes_leads_to_a_whole_one() -> None:
 
 
 def test_a_new_pass_over_an_iterator_that_was_left_is_refused() -> None:
-    """Batches of it were pulled ahead, and are lost; after its end a pass is empty."""
+    """Batches that were pulled ahead are lost; after its end a pass is empty."""
     loop = swpipe.ahead(StatefulLoader(Numbers()), draws=False, device="cpu")
     assert [len([*loop]), len([*loop])] == [BATCHES, 0]
     loop = swpipe.ahead(StatefulLoader(Numbers()), draws=False, device="cpu")
@@ -152,7 +152,7 @@ def test_a_new_pass_over_an_iterator_that_was_left_is_refused() -> None:
 
 
 def test_what_is_no_function_is_refused() -> None:
-    """And what the loader has can be read."""
+    """The loader's attributes can be read."""
     with pytest.raises(TypeError, match="takes functions get_state.*not 3"):
         StatefulLoader([], get_state=3)  # type: ignore[arg-type]
     assert len(StatefulLoader([1, 2])) == 2

@@ -1,4 +1,4 @@
-"""A stop from outside ends all ranks' loops after the same whole step, and the jobs go on."""
+"""A request to stop ends the loops of all ranks after the same step, and jobs can be resumed."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ TASKS = [PipelineTask("decode", lambda ctx: None, pure=True)]
 
 
 def sent(number: int = signal.SIGTERM) -> None:
-    """This process gets a signal."""
+    """Send a signal to this process."""
     os.kill(os.getpid(), number)
 
 
 def a_generator() -> Iterator[int]:
-    """Six steps."""
+    """Yield six steps."""
     yield from range(6)
 
 
 def overlapped() -> Iterable[Any]:
-    """The same steps."""
+    """Return the same steps from an overlapped loop."""
     return swpipe.overlap(range(6), TASKS, device="cpu")
 
 
@@ -62,9 +62,9 @@ def test_a_loop_ends_after_the_step_in_which_the_signal_came(
 
 
 def test_a_watched_loop_is_as_the_loop() -> None:
-    """Each pass, which begins at ``iter``, its length, and what it raises; after a stop, nothing.
+    """It has the loop's passes, length and errors; after a stop, it yields nothing.
 
-    It ends after whole accumulations, here of three steps, whoever asks: also another thread.
+    It ends after whole accumulations, here of three steps. Another thread may request it, too.
     """
     begun = []
 
@@ -98,14 +98,14 @@ def test_a_watched_loop_is_as_the_loop() -> None:
 
 
 def enter() -> None:
-    """Twice, without signals first."""
+    """Enter twice, first without signals."""
     with StopRequest(signals=()):
         pass
     StopRequest().__enter__()
 
 
 def test_wrong_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another thread, before the process group; a second Ctrl-C is as ever."""
+    """These are another thread, and no process group; a second Ctrl-C is as usual."""
     with ThreadPoolExecutor(1) as pool:
         with pytest.raises(RuntimeError, match="only the main thread may handle signals"):
             pool.submit(enter).result()
@@ -120,7 +120,7 @@ def test_wrong_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After so many seconds of the block."""
+    """It is over after a number of seconds of the block."""
     now = 100.0
     monkeypatch.setattr(stop_request, "time", SimpleNamespace(monotonic=lambda: now))
     request = StopRequest(after_s=30)
@@ -134,7 +134,7 @@ def test_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_evaluation_within_a_step_ends_and_so_does_the_step() -> None:
-    """First the inner loop, then the outer one."""
+    """First the inner loop ends, then the outer one."""
     done = []
     with StopRequest() as stop:
         for k in stop.watch(range(4)):
@@ -148,7 +148,7 @@ def test_an_evaluation_within_a_step_ends_and_so_does_the_step() -> None:
 
 @pytest.mark.parametrize("stop_after", [0, 5, 17])
 def test_the_state_after_the_loop_is_that_of_the_last_step(stop_after: int) -> None:
-    """Also of the last batch of a pass: the epoch that is saved is the one that was ended."""
+    """This includes the last batch of a pass: the saved epoch is the one that has ended."""
 
     def numbers(state: Any, number: int | None) -> tuple[list[float], Any]:
         got: list[float] = []
@@ -182,7 +182,7 @@ def test_the_state_after_the_loop_is_that_of_the_last_step(stop_after: int) -> N
 
 
 def test_a_forked_process_ends_by_the_signal() -> None:
-    """As it would have ended by itself."""
+    """It ends as it would without the request."""
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe()
     with StopRequest():
@@ -196,7 +196,7 @@ def test_a_forked_process_ends_by_the_signal() -> None:
 
 
 def test_it_is_said_why_a_loader_may_have_failed() -> None:
-    """The signal has come to this process, and may have come to the loader's workers."""
+    """The signal came to this process, and may have come to the loader's workers."""
 
     def batches() -> Iterator[int]:
         yield 0
@@ -216,7 +216,7 @@ def test_it_is_said_why_a_loader_may_have_failed() -> None:
 
 
 def test_a_state_of_another_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In words, unless told otherwise."""
+    """The error says so, unless the user allows it."""
     with swpipe.overlap(range(6), TASKS, device="cpu") as loop:
         states = [loop.state_dict() for _ in loop]
         assert states[2]["ranks"] == 1
@@ -235,13 +235,13 @@ def _look_often() -> None:
 
 
 def _agreed(stop: StopRequest) -> None:
-    """The ranks have agreed where to stop."""
+    """Wait until the ranks have agreed where to stop."""
     assert stop._ranks is not None
     stop._ranks._thread.join(60)
 
 
 def _some_are_asked(asked: dict[int, int]) -> tuple[int, str]:
-    """Ranks and the steps in which they are asked."""
+    """Ask some ranks to stop, in given steps."""
     _look_often()
     done = 0
     with StopRequest() as stop:
@@ -256,7 +256,7 @@ def _some_are_asked(asked: dict[int, int]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("asked", [{0: 0}, {3: 7}, {1: 2, 2: 2}])
 def test_all_ranks_stop_where_some_are_asked(four_ranks: Ranks, asked: dict[int, int]) -> None:
-    """After the same step, though each step needs all ranks."""
+    """They stop after the same step, though each step needs all ranks."""
     ends = four_ranks.run(_some_are_asked, asked)
     assert len({*ends}) == 1
     assert ends[0][0] > max(asked.values())
@@ -264,7 +264,7 @@ def test_all_ranks_stop_where_some_are_asked(four_ranks: Ranks, asked: dict[int,
 
 
 def _one_has_ended() -> tuple[int, bool]:
-    """Rank 0 has left; rank 1 is asked in the last step."""
+    """Ask rank 1 in its last step, when rank 0 has left."""
     _look_often()
     done = 0
     with StopRequest() as stop:
@@ -280,12 +280,12 @@ def _one_has_ended() -> tuple[int, bool]:
 
 
 def test_no_rank_stops_where_another_one_has_ended(two_ranks: Ranks) -> None:
-    """It would save, and the other one would not."""
+    """It would save a state, and the other rank would not."""
     assert two_ranks.run(_one_has_ended) == [(3, False), (3, False)]
 
 
 def _uneven() -> list[int]:
-    """Rank 0 has less data, and waits between its passes when rank 1 is asked."""
+    """Ask rank 1 while rank 0, which has less data, waits between its passes."""
     _look_often()
     rank, done = dist.get_rank(), []
     with StopRequest() as stop:
@@ -312,7 +312,7 @@ def test_ranks_whose_data_ends_earlier_wait_for_nobody(two_ranks: Ranks) -> None
 
 
 def _none_answers(seconds: float) -> str:
-    """Rank 1 has no request."""
+    """Run with a request on rank 0 only."""
     _look_often()
     stop_request.ANSWER_S = seconds
     told = ""
@@ -333,7 +333,7 @@ def _none_answers(seconds: float) -> str:
 
 
 def test_a_rank_that_does_not_answer_is_an_error(two_ranks: Ranks) -> None:
-    """It is said which, and what to do."""
+    """The error says which rank, and what to do."""
     told, _ = two_ranks.run(_none_answers, 0.3)
     assert "is to stop (SIGTERM), and the ranks could not agree where: rank 1 did not" in told
     assert "each rank enters as many" in told
@@ -350,7 +350,7 @@ def asks_launcher(stop, rank):
         threading.Event().wait(1e-3)
 """
 IN_STEP = 'if "ASKS" in os.environ and ctx.iter_idx == 3: asks_launcher(stop, rank)'
-# CPython 3.11 can hang in a child that is forked beside other threads.
+# CPython 3.11 can hang in a child that is forked while other threads run.
 OF_RANK_0 = """
         num_workers=(workers := int(rank == 0 and "ASKS" in os.environ)),
         multiprocessing_context="spawn" if workers else None"""
@@ -358,9 +358,10 @@ OF_RANK_0 = """
 
 @pytest.mark.slow
 def test_torchrun_stops_the_job_of_the_guide(scripts: Scripts, tmp_path: Path) -> None:
-    """SIGTERM to the launcher, which sends it to ranks and a worker; started again it goes on.
+    """SIGTERM reaches the launcher, then ranks and a worker; the restarted job goes on.
 
-    Rows have no noise: what workers draw would need a worker in each run, and is tested elsewhere.
+    Rows have no noise: the draws of workers would need a worker in each run, and are tested
+    elsewhere.
     """
     code = EXAMPLE.read_text(encoding="utf-8")
     for old, new in {

@@ -1,4 +1,4 @@
-"""Functions before the loop's thread, one on it, and some behind it: results of the plain loop."""
+"""Functions before, on and after the loop's thread: results are those of the plain loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THROUGH: Any = swpipe.through
 
 
 def through(loader: Iterable[Any], *functions: Any, **options: Any) -> Any:
-    """On the CPU."""
+    """Run ``swpipe.through`` on the CPU."""
     return swpipe.through(loader, *functions, device="cpu", **options)
 
 
@@ -45,7 +45,7 @@ Way = Callable[..., Iterable[Any]]
 
 
 def plainly(loader: Iterable[Any], *functions: Any, **_: Any) -> Iterator[Any]:
-    """What ``through`` does, as a plain loop."""
+    """Yield the results of a plain loop with these functions."""
     for batch in loader:
         value = batch
         for function in functions:
@@ -59,7 +59,7 @@ def model() -> nn.Module:
 
 
 def evaluation_with_a_file(way: Way, folder: Path) -> Any:
-    """Decode, model, predictions, one line per row in a file."""
+    """Decode, run a model, and write one line per row to a file."""
     net = model().eval()
     with (folder / "predictions.txt").open("w") as file, torch.no_grad():
 
@@ -72,7 +72,7 @@ def evaluation_with_a_file(way: Way, folder: Path) -> Any:
 
 
 def metrics(way: Way, folder: Path) -> Any:
-    """A confusion matrix and a mean that go on from batch to batch."""
+    """Update a confusion matrix and a mean from batch to batch."""
     net, seen = model().eval(), torch.zeros(3, dtype=torch.long)
     total = torch.zeros(())
 
@@ -89,7 +89,7 @@ def metrics(way: Way, folder: Path) -> Any:
 
 
 def export_of_embeddings(way: Way, folder: Path) -> Any:
-    """An embedding runs ahead, with weights that nobody trains; a file for each batch."""
+    """Embed ahead, with frozen weights, and write a file for each batch."""
     table, net = nn.Embedding(50, 4), model().eval()
     ids = [torch.arange(k, k + 5) for k in range(12)]
 
@@ -105,7 +105,7 @@ def export_of_embeddings(way: Way, folder: Path) -> Any:
 
 
 def generation(way: Way, folder: Path) -> Any:
-    """The model draws samples; a slow decoder has three threads."""
+    """Sample from a model, and decode on three threads."""
     net = model().eval()
 
     def sample(x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def generation(way: Way, folder: Path) -> Any:
 
 
 def training_with_a_log(way: Way, folder: Path) -> Any:
-    """A step; its loss and gradient norm are written behind it, from values that it copies."""
+    """Train, and write copies of loss and gradient norm in a later function."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
 
@@ -143,7 +143,7 @@ def training_with_a_log(way: Way, folder: Path) -> Any:
 
 
 def training_with_checkpoints(way: Way, folder: Path) -> Any:
-    """Every third step hands its weights over, to be saved behind it."""
+    """Train, and save copies of the weights in a later function, in every third step."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     steps = iter(range(100))
@@ -177,7 +177,7 @@ LOOPS = [
 def test_results_and_files_are_those_of_the_plain_loop(
     loop: Callable[[Way, Path], Any], tmp_path: Path
 ) -> None:
-    """In every bit: six loops that evaluate, export, generate and train."""
+    """Six loops that evaluate, export, generate and train are equal bit for bit."""
     found = []
     for name, way in (("plain", plainly), ("through", through)):
         torch.manual_seed(11)
@@ -194,7 +194,7 @@ def test_results_and_files_are_those_of_the_plain_loop(
 
 
 def contents(path: Path) -> Any:
-    """What a file has; of one of torch's, the tensors: it notes its own name, too."""
+    """Return what a file has; of torch's files only the tensors, as they store their name."""
     return torch.load(path) if path.suffix == ".pt" else path.read_text()
 
 
@@ -246,7 +246,7 @@ def test_a_function_behind_has_as_many_threads_as_was_said() -> None:
 
 
 def test_all_run_ahead_if_none_is_on_the_caller() -> None:
-    """As with ``ahead``."""
+    """This is as with ``ahead``."""
     assert list(through(range(3), add, str)) == ["1", "2", "3"]
     assert list(through(range(3))) == [0, 1, 2]
     assert list(through([], on_caller(add), str)) == []
@@ -260,18 +260,18 @@ class Planned(Exception):
 
 
 class Interrupted(BaseException):
-    """Like a Ctrl-C."""
+    """An interrupt like Ctrl-C."""
 
 
 class Program:
-    """A loop that fails or is left in one place, and what it has done.
+    """A loop that fails or is left at one place, with what it has done.
 
     Attributes:
-        where: What fails, or how the loop is left.
-        at: At which batch.
+        where: The part that fails, or the way in which the loop is left.
+        at: The batch at which this happens.
         calls: The batches that the function on the caller's thread has had.
-        written: What the last function behind has written.
-        results: What the loop's body has got.
+        written: The results that the last function has written.
+        results: The results that the loop's body has got.
     """
 
     def __init__(self, where: str, at: int) -> None:
@@ -309,7 +309,7 @@ class Program:
         return batch
 
     def run(self, loop: Iterable[int]) -> str:
-        """One pass: how it ended."""
+        """Run one pass; return how it ended."""
         try:
             for result in loop:
                 self.results.append(result)
@@ -330,7 +330,7 @@ PLACES = (
 
 @pytest.mark.examples
 def test_a_loop_that_ends_early_has_the_results_of_the_plain_one_and_loses_nothing() -> None:
-    """By an error in any place, a break or an interrupt; an iterator is not gone on with."""
+    """It ends by an error anywhere, a break or an interrupt; the iterator is not used again."""
     for seed in seeds("endings", 60):
         draws = random.Random(seed)
         where, at = draws.choice(PLACES), draws.randrange(12)
@@ -364,7 +364,7 @@ def test_a_loop_that_ends_early_has_the_results_of_the_plain_one_and_loses_nothi
 
 @pytest.mark.examples
 def test_an_interrupt_at_a_random_moment_loses_nothing(scripts: Scripts) -> None:
-    """All that was handed over is written once."""
+    """All results are written once."""
     first, *more = seeds("endings", 30)
     args = (f"{first}", f"{1 + len(more)}")  # see ``through_signals``
     script = Script(module="tests.loops.through_signals", args=args)
@@ -373,7 +373,7 @@ def test_an_interrupt_at_a_random_moment_loses_nothing(scripts: Scripts) -> None
 
 
 def test_a_function_that_is_running_is_awaited_when_the_loop_is_left() -> None:
-    """And what it has not begun is run then."""
+    """Results whose functions have not begun are processed then."""
     leaving, running, written = threading.Event(), threading.Event(), list[int]()
 
     def write(batch: int) -> int:
@@ -394,7 +394,7 @@ def test_a_function_that_is_running_is_awaited_when_the_loop_is_left() -> None:
 
 
 def test_an_error_after_the_loop_was_left_is_told_and_raised_later() -> None:
-    """By a warning, and by the next pass or ``close``."""
+    """A warning reports it, and the next pass or ``close`` raises it."""
     left = threading.Event()
 
     def write(batch: int) -> int:
@@ -417,7 +417,7 @@ def test_an_error_after_the_loop_was_left_is_told_and_raised_later() -> None:
 
 
 def test_a_stop_request_ends_it_with_all_that_was_handed_over() -> None:
-    """After SIGTERM, at the end of the step."""
+    """SIGTERM ends it at the end of the step."""
     written: list[int] = []
     loop = through(range(99), on_caller(add), written.append)
     with StopRequest(["SIGTERM"]) as stop:
@@ -431,7 +431,7 @@ def test_a_stop_request_ends_it_with_all_that_was_handed_over() -> None:
 
 
 def test_a_stop_iteration_of_a_function_is_an_error() -> None:
-    """And not the end of the data."""
+    """It is not the end of the data."""
 
     def stop(batch: int) -> int:
         return next(iter(()))
@@ -465,7 +465,7 @@ def test_what_an_error_behind_has_kept_from_running_is_noted() -> None:
 
 
 def test_weights_that_nobody_trains_may_be_read_ahead() -> None:
-    """Without gradients; where they are on, training may change the weights, and it is refused."""
+    """This needs no_grad; with gradients, training may change the weights, and it is refused."""
     net = nn.Linear(4, 4)
     plain = [net(batch) for batch in batches()]
     for mode in (torch.no_grad, torch.inference_mode):
@@ -477,7 +477,7 @@ def test_weights_that_nobody_trains_may_be_read_ahead() -> None:
 
 
 def test_weights_that_are_changed_without_gradients_are_an_error() -> None:
-    """The change itself is seen."""
+    """The change itself is detected."""
     net = nn.Linear(4, 4)
 
     def change(x: Tensor) -> Tensor:
@@ -489,7 +489,7 @@ def test_weights_that_are_changed_without_gradients_are_an_error() -> None:
 
 
 def test_a_value_that_is_changed_after_it_was_handed_over_is_an_error() -> None:
-    """By the next step, or by a function behind; a copy is right."""
+    """The next step or a later function changes it; a copy is right."""
     weights = torch.zeros(4)
 
     def step(x: Tensor) -> Tensor:
@@ -510,14 +510,14 @@ def float_of(x: Tensor) -> float:
 
 
 def test_a_function_behind_that_draws_is_an_error() -> None:
-    """Its numbers would depend on who draws before it."""
+    """Its numbers would depend on earlier draws."""
     with pytest.raises(PlanError, match="'rand_like' draws from torch's default generators"):
         list(through([*batches()], on_caller(torch.clone), torch.rand_like))
     list(through([*batches()], on_caller(torch.clone), torch.rand_like, check_effects=False))
 
 
 def test_a_state_is_not_saved_while_results_are_behind() -> None:
-    """It would lead to batches again on which the caller's function has run."""
+    """The state would lead to batches for which the caller's function has already run."""
     loop = through(range(9), on_caller(add), str)
     for _ in loop:
         with pytest.raises(RuntimeError, match="Save between two passes"):
@@ -531,7 +531,7 @@ def test_a_state_is_not_saved_while_results_are_behind() -> None:
 
 
 def test_without_functions_behind_it_resumes_in_mid_pass() -> None:
-    """As ``ahead``."""
+    """This is as with ``ahead``."""
     loop, found = through(batches(), torch.sin, on_caller(torch.neg)), []
     for result in loop:
         found.append(result)
@@ -563,13 +563,13 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("call", "error", "words"), MISTAKES)
 def test_mistakes_are_refused(call: Callable[[], Any], error: type[Exception], words: str) -> None:
-    """At the call."""
+    """They are refused at the call."""
     with pytest.raises(error, match=f"(?s){words}"):
         call()
 
 
 def test_a_loader_with_workers_goes_through_twice() -> None:
-    """Two passes, each of all results."""
+    """It makes two passes with all results."""
     loader: DataLoader[Tensor] = DataLoader(Rows(), 4, num_workers=1)
     loop = through(loader, torch.sin, on_caller(torch.neg), float_of)
     expected = [float_of(-torch.sin(batch)) for batch in batches()]

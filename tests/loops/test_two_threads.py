@@ -1,4 +1,4 @@
-"""What is done to one loop leaves another alone, which a second thread trains at the same time."""
+"""Actions on one loop do not affect another one, which a second thread trains."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.loops.ordinary_loops import Training
 
 
 def batches(count: int) -> Iterator[Tensor]:
-    """The same each time."""
+    """Return the same batches each time."""
     draws = torch.Generator().manual_seed(1)
     return (torch.rand(3, 4, generator=draws) for _ in range(count))
 
 
 def trained() -> Callable[[Tensor], list[Tensor]]:
-    """An iteration of a plain loop; its loss, and the parameters then."""
+    """Return a step of a plain loop, which returns its loss and the parameters."""
     torch.manual_seed(0)
     parts = Training()
 
@@ -62,7 +62,7 @@ def profiled(tasks: list[PipelineTask]) -> None:
 
 @pytest.mark.parametrize("call", [overlapped, recorded, checked, profiled])
 def test_another_threads_training_is_left_alone(call: Callable[[Any], None]) -> None:
-    """No error in it, and its own numbers: hooks and modes belong to one thread and one run.
+    """It raises no error and has its own numbers: hooks and modes belong to one thread.
 
     It trains in the middle of each task.
     """

@@ -18,7 +18,7 @@ BATCHES = 60
 
 
 class Trial:
-    """An iterator that goes through three functions, and a signal that comes meanwhile."""
+    """An iterator through three functions, and a signal that arrives meanwhile."""
 
     def __init__(self, draws: random.Random) -> None:
         self.after_s = draws.uniform(1e-3, 25e-3)
@@ -40,7 +40,7 @@ class Trial:
         return batch
 
     def run(self) -> str:
-        """What went wrong; empty if nothing did."""
+        """Run the trial; return a description of what went wrong, or ""."""
         loop = swpipe.through(
             iter(range(BATCHES)),
             abs,
@@ -71,7 +71,7 @@ class Trial:
 
 
 def main() -> None:
-    """All trials."""
+    """Run all trials."""
     seed, count = map(int, sys.argv[1:3])
     draws = random.Random(seed)
     for number in range(count):

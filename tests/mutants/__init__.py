@@ -1,1 +1,1 @@
-"""Planted faults: small edits, each of which removes one guard, and the tests that must miss it."""
+"""Planted faults: small edits that each remove one guard, and the tests that must find them."""

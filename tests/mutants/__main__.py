@@ -1,6 +1,6 @@
 """Plant each fault of the lists in a copy of the tree, and print which of them no test finds.
 
-    python -m tests.mutants [ROOM or NAME ...] [--jobs N]
+    python -m tests.mutants [LIST or NAME ...] [--jobs N]
 
 Each job has a copy of the tree of its own. There it makes the edit, runs the fault's tests until
 one fails, and takes the edit back. A test that fails without any fault proves nothing: at the end
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,14 +29,14 @@ from tabulate import tabulate
 from tests.mutants.faults import ROOT, Fault, all_faults
 
 ACCELERATOR = "tests/device/accelerator/"
-"""Tests that run in a process with an accelerator; a fault has these alone, or others alone."""
+"""Tests that run in a process with an accelerator; a fault has only these, or only others."""
 
 LIMIT_S = 300.0
 """Seconds that the tests of one fault may take. A hang counts as found: it is not silent."""
 
 
 class Outcome(NamedTuple):
-    """What became of a fault, and the node id of the test that failed, if one did."""
+    """The outcome of a fault, and the node id of the test that failed, if one did."""
 
     fault: Fault
     verdict: str
@@ -120,7 +121,7 @@ def try_all(faults: list[Fault], trees: list[Path]) -> list[Outcome]:
 
 
 def show(outcomes: list[Outcome], unreliable: set[str]) -> bool:
-    """Print how many faults were found in each room, and those that were not.
+    """Print how many faults were found in each list, and those that were not.
 
     Returns:
         Whether each fault was found, or says why it may survive.
@@ -137,18 +138,18 @@ def show(outcomes: list[Outcome], unreliable: set[str]) -> bool:
             left.append((fault, verdict))
     total = sum(found for _, found in counts.values())
     rows = [[room, *pair] for room, pair in sorted(counts.items())]
-    print(f"\n{tabulate([*rows, ['all', len(outcomes), total]], ['room', 'faults', 'found'])}")
+    print(f"\n{tabulate([*rows, ['all', len(outcomes), total]], ['list', 'faults', 'found'])}")
     print(f"\n{100 * total / len(outcomes):.1f}% found\n")
     table = [(f.room, f.name, what, f.survives or f.promise) for f, what in left]
     if table:
-        print(tabulate(table, ["room", "fault", "what happened", "why, or the promise"]))
+        print(tabulate(table, ["list", "fault", "what happened", "why, or the promise"]))
     return all(fault.survives and what == "survived" for fault, what in left)
 
 
 def main() -> int:
-    """Try the faults of the rooms or names that are given, or all, and return the exit status."""
+    """Try the faults of the lists or names that are given, or all, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
-    parser.add_argument("chosen", nargs="*", help="rooms, or names of faults; none means all")
+    parser.add_argument("chosen", nargs="*", help="lists, or names of faults; none means all")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     given = parser.parse_args()
     chosen = set(given.chosen)
@@ -156,7 +157,13 @@ def main() -> int:
     unknown = chosen - {f.room for f in faults} - {f.name for f in faults}
     useless = [f"{fault.name}: {fault.problem()}" for fault in faults if fault.problem()]
     if unknown or useless:
-        parser.error("\n".join([*(f"{name}: no such room or fault" for name in unknown), *useless]))
+        names = {name for fault in all_faults() for name in (fault.room, fault.name)}
+        lines = [
+            f"{name}: no list or fault has this name; close ones: "
+            f"{', '.join(get_close_matches(name, names)) or 'none'}"
+            for name in unknown
+        ]
+        parser.error("\n".join([*lines, *useless]))
     with tempfile.TemporaryDirectory() as folder:
         trees = [copied_tree(Path(folder) / str(job)) for job in range(max(1, given.jobs))]
         outcomes = try_all(faults, trees)

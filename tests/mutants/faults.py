@@ -16,7 +16,7 @@ class Fault:
 
     Attributes:
         room: The list that has it, without its ending.
-        name: What is wrong with the faulty code, in kebab case; unique in all lists.
+        name: The fault of the code, in kebab case; unique in all lists.
         promise: The page in ``docs/guide``, a colon, and the promise that the fault breaks.
         file: The file to edit, from the root of the repository.
         find: Text that occurs exactly once in the file.
@@ -35,7 +35,7 @@ class Fault:
     survives: str = ""
 
     def problem(self) -> str:
-        """Return what makes the entry useless, or an empty string."""
+        """Return why the entry is useless, or an empty string."""
         page, _, promise = self.promise.partition(":")
         if not promise.strip() or not (ROOT / "docs/guide" / page).is_file():
             return f"promise {self.promise!r} does not begin with a page of docs/guide and a colon"

@@ -1,4 +1,4 @@
-"""The lists of planted faults name what is there."""
+"""The lists of planted faults name existing files, code and tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run TorchRec's tests of its pipelines on swpipe's, and print what became of each case.
+"""Run TorchRec's tests of its pipelines on swpipe's, and print the outcome of each case.
 
 Each case runs in a process of its own, forked from one that has imported everything. A case that
 fails runs again on TorchRec's own pipelines.
@@ -27,7 +27,7 @@ from tests.peer.outcome import Outcome, told
 
 
 def main() -> int:
-    """Run; the exit status is 1 if a case failed or hung, none was found, or a module lacks."""
+    """Run the cases; return 1 if one failed or hung, none was found, or a module is missing."""
     parser = argparse.ArgumentParser(prog="python -m tests.peer", description=__doc__)
     parser.add_argument("checkout", type=Path, help="the root of a checkout of TorchRec")
     parser.add_argument("pattern", nargs="?", default="", help="only cases that contain this")
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def _print(case: Case, found: Outcome, verbose: bool) -> None:
-    """Those that did not pass; the others too if wanted."""
+    """Print a case that did not pass, or any case if ``verbose``."""
     if found.kind == kinds.OTHER or (found.kind in kinds.GOOD and not verbose):
         return
     print(f"{found.kind}: {case}", flush=True)
@@ -82,7 +82,7 @@ def _print_table(counts: Counter[str]) -> None:
 
 
 def _compared(found: Outcome, theirs: Outcome | None) -> Outcome:
-    """What failed, unless TorchRec's own pipeline fails there with the same error."""
+    """Return the outcome, marked if TorchRec's own pipeline fails with the same error."""
     if theirs is not None and (theirs.kind, theirs.why) == (kinds.FAILED, found.why):
         return replace(found, kind=kinds.ALIKE)
     return found
@@ -111,7 +111,7 @@ def _outcome(case: Case, timeout_s: float, *, on_ours: bool = True) -> Outcome |
 
 
 def _read(descriptor: int, deadline: float) -> bytes:
-    """All that is written until the deadline."""
+    """Return everything that is written until the deadline."""
     data = b""
     while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
         chunk = os.read(descriptor, 1 << 16)
@@ -122,7 +122,7 @@ def _read(descriptor: int, deadline: float) -> bytes:
 
 
 def _run(case: Case, used: int, result: int, on_ours: bool) -> NoReturn:
-    """In the forked process: run, and write the texts of errors, failures and skips."""
+    """Run a case in the forked process, and write the texts of errors, failures and skips."""
     os.setpgid(0, 0)
     report_use(used, on_ours=on_ours)
     quiet = os.open(os.devnull, os.O_WRONLY)

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 THEIRS_ALONE = ("TrainPipelinePT2", "TrainPipelineSparseDistCompAutograd")
-"""Tests of pipelines that swpipe does not stand for, by the start of their classes' names."""
+"""Tests of pipelines that swpipe does not replace, by the beginning of their classes' names."""
 
 OF_A_CACHE = ("cache_precision", "load_factor")
 """Arguments of tests that make no difference where tables have no cache."""
@@ -40,22 +40,22 @@ class Case:
 
     @property
     def distinct(self) -> tuple[Any, ...]:
-        """Equal for cases that differ in the cache of tables alone, which a CPU does not have."""
+        """A key that is equal for cases that differ only in a GPU's cache of tables."""
         rest = [item for item in self.arguments.items() if item[0] not in OF_A_CACHE]
         plain = str(rest).replace("fused_uvm_caching", "fused")
         return (self.test.__name__, self.method, plain)
 
     @property
     def about_ours(self) -> bool:
-        """Whether it is not about a pipeline that TorchRec alone has."""
+        """Whether the case is about a pipeline that swpipe has."""
         return not self.test.__name__.startswith(THEIRS_ALONE)
 
     def is_private(self, error: str) -> bool:
-        """Whether an error is that of a private method or field of TorchRec's."""
+        """Return whether an error is about a private method or field of TorchRec."""
         return any(str(self).startswith(start) and at in error for start, at in PRIVATE.items())
 
     def run(self) -> unittest.TestResult:
-        """Run it, without hypothesis."""
+        """Run the case without hypothesis."""
         sys.modules[self.module.__name__] = self.module  # for ranks, which import by name
         method = getattr(self.test, self.method)
         inner = getattr(method, "hypothesis", None)
@@ -67,7 +67,7 @@ class Case:
 
 
 def cases_of(modules: list[ModuleType]) -> Iterator[Case]:
-    """All cases of the tests that these modules define."""
+    """Yield all cases of the tests that these modules define."""
     for module in modules:
         for test in vars(module).values():
             own = getattr(test, "__module__", "") == module.__name__
@@ -85,7 +85,7 @@ def _of(module: ModuleType, test: type[unittest.TestCase]) -> Iterator[Case]:
 
 
 def _values(strategy: Any) -> list[Any]:
-    """All values of ``sampled_from`` and ``booleans``."""
+    """Return all values of ``sampled_from`` or ``booleans``."""
     wrapped = getattr(strategy, "wrapped_strategy", strategy)
     return list(getattr(wrapped, "elements", (False, True)))
 

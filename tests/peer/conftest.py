@@ -1,4 +1,4 @@
-"""Without TorchRec there are no tests of its own to run."""
+"""Skip TorchRec's tests if TorchRec is not installed."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Lets TorchRec's tests, written for GPUs, run on a CPU with gloo, and on swpipe's pipelines.
+"""Replacements with which TorchRec's GPU tests run on a CPU with gloo, on swpipe's pipelines.
 
-What is replaced, and where:
+Replaced are:
 
 - names of pipelines, in TorchRec's modules, before the tests are imported;
 - classes that tests name to recognise a replaced forward, in the tests' modules;
 - ``torch.cuda.is_available`` and ``device_count`` while the tests are imported, which skip there;
 - the device and the backend in ``setUp`` and in the functions that ranks run;
 - CUDA streams, by None; the version of CUDA, too;
-- copies of batches to the device, by copies: else a model that a test trains beside shares them;
-- dicts that describe tables whose ids are managed (ZCH), by objects, which the model asks for;
+- moves of batches to the device, by copies: otherwise a second model in a test would share them;
+- dicts that describe tables with managed ids (ZCH), by objects, as the model expects them;
 - tables in the cache of a GPU (``FUSED_UVM_CACHING``) by tables without one, which is reported.
 """
 
@@ -39,9 +39,9 @@ CPU = torch.device("cpu")
 
 
 def load_tests(checkout: Path, *, on_ours: bool) -> tuple[list[ModuleType], list[str]]:
-    """The modules of tests in a checkout, on our pipelines or TorchRec's, ready for a CPU.
+    """Return a checkout's modules of tests, on our pipelines or TorchRec's, ready for a CPU.
 
-    Also the names of those that could not be imported.
+    The second value has the names of those that could not be imported.
 
     Raises:
         FileNotFoundError: The checkout has none.
@@ -78,17 +78,17 @@ def _told(made: Any, tell: Any) -> Any:
 
 
 def _no_stream(*_: Any, **__: Any) -> None:
-    """The streams that tests make for StagedTrainPipeline, which takes None on a CPU."""
+    """Return None as the stream that tests make for a ``StagedTrainPipeline``."""
 
 
 def forget_tests() -> None:
-    """Let the tests be imported again, with other pipelines."""
+    """Remove the tests from the imported modules, to import them with other pipelines."""
     for name in [name for name in sys.modules if name.startswith(f"{TESTS}.")]:
         del sys.modules[name]
 
 
 def report_use(descriptor: int, *, on_ours: bool) -> None:
-    """Write "p" when a pipeline of ours, or of TorchRec's, is made, "c" for replaced tables."""
+    """Write "p" when a pipeline of ours or TorchRec's is made, and "c" for replaced tables."""
     kinds: tuple[Any, ...] = (torchrec_pipelines.TrainPipeline,)
     if on_ours:
         kinds = (NamedPipeline, ours.StagedTrainPipeline)
@@ -111,7 +111,7 @@ def _imported(name: str, tell: bool) -> ModuleType | None:
 
 
 def _extend_packages(checkout: Path) -> None:
-    """Let the installed packages also have the modules that only the checkout has."""
+    """Add the modules that only the checkout has to the installed packages."""
     for name in ("torchrec.distributed", "torchrec.distributed.train_pipeline"):
         package = importlib.import_module(name)
         folder = str(checkout.joinpath(*name.split(".")))
@@ -197,7 +197,7 @@ def _without_cache(told: Any) -> None:
 
 
 def _kernel_of_the_tables(sharder: Any, *args: Any) -> Any:
-    """Of tables whose ids are managed, too; a planner for GPUs may choose any."""
+    """Return the kernels of managed tables too; a planner for GPUs may choose any."""
     return sharder._e_sharder.compute_kernels(*args)
 
 

@@ -1,4 +1,4 @@
-"""What became of a case, told from the texts of its errors."""
+"""The outcome of a case, derived from the texts of its errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RAISED = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)\b")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One of ``KINDS``, why, and the traceback."""
+    """One of ``KINDS``, with the reason and the traceback."""
 
     kind: str
     why: str = ""
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def told(result: tuple[list[str], list[str]], used: bytes) -> Outcome | None:
-    """The outcome of errors and skips; None for arguments that the test itself excludes.
+    """Return the outcome of errors and skips; None for arguments that the test itself excludes.
 
     ``used`` has a "p" if a pipeline was made, and a "c" if tables lost their cache.
     """
@@ -56,13 +56,13 @@ def told(result: tuple[list[str], list[str]], used: bytes) -> Outcome | None:
 
 
 def _last_line(text: str) -> str:
-    """The line with the exception's type and message."""
+    """Return the line with the exception's type and message."""
     lines = [line.strip() for line in text.strip().splitlines()]
     return ([line for line in lines if _RAISED.match(line)] or lines)[-1]
 
 
 def _is_refusal(text: str, why: str) -> bool:
-    """Raised on purpose, or the test replaces a private method of TorchRec's."""
+    """Return whether an error is a refusal, or the test replaces a private method of TorchRec."""
     if why.startswith("swpipe.tasks.torchrec.rewriting.inputs.RewriteError:"):
         return True  # the model cannot be pipelined
     if patched := _PATCHED.search(why):

@@ -1,4 +1,4 @@
-"""What the runner of TorchRec's tests makes of a result."""
+"""The outcomes that the runner of TorchRec's tests derives from results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOCK = "AttributeError: <class 'X'> does not have the attribute '{}'\n"
     ],
 )
 def test_a_result_is_of_one_kind(errors: list[str], used: bytes, kind: str) -> None:
-    """By where the last frame is, and by whether a pipeline was made."""
+    """The kind depends on the last frame, and on whether a pipeline was made."""
     found = told((errors, []), used)
     assert found is not None
     assert found.kind == kind
@@ -42,5 +42,5 @@ def test_a_result_is_of_one_kind(errors: list[str], used: bytes, kind: str) -> N
 
 
 def test_arguments_that_a_test_excludes_are_no_case() -> None:
-    """What hypothesis calls an unsatisfied assumption."""
+    """Hypothesis calls this an unsatisfied assumption."""
     assert told((["hypothesis.errors.UnsatisfiedAssumption\n"], []), b"") is None

@@ -1,4 +1,4 @@
-"""The runner, on a checkout with tests of its own."""
+"""The runner of TorchRec's tests, on a checkout with tests of its own."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run_the_tests(torchrec_scripts: Scripts, tmp_path: Path) -> Callable[..., En
 
 @pytest.mark.slow
 def test_a_module_that_cannot_be_imported_is_a_failure(run: Callable[..., Ended]) -> None:
-    """Where it is the only one, which once ended well; and where all cases of others pass."""
+    """It is one also if all other cases pass; once it was none if it was the only module."""
     done = run({"lacks": _LACKS})
     assert done.returncode == 1, done.stderr
     assert "not run: test_lacks.py (No module named 'a_module_that_is_missing')" in done.stdout
@@ -87,7 +87,7 @@ def test_a_module_that_cannot_be_imported_is_a_failure(run: Callable[..., Ended]
 
 @pytest.mark.slow
 def test_every_case_is_counted_once(run: Callable[..., Ended]) -> None:
-    """Each combination of arguments, with its reason where it does not pass; a hang is ended."""
+    """A case is a combination of arguments, with the reason for a failure; hangs are ended."""
     done = run({"small": _TESTS, "lacks": _LACKS}, "--timeout", "3")
     assert done.returncode == 1, done.stderr
     said = done.stdout

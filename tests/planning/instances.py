@@ -1,8 +1,8 @@
-"""Random loops to plan: tasks, dependences, costs and limits, each drawn from a number alone.
+"""Random loops to plan: tasks, dependences, costs and limits, each derived from a number.
 
-They are meant to be as unlike as real loops are: chains, layered graphs and loose ones; work on two
-to five streams and resources, or on threads alone; recurrences short and long; times that are
-alike, or of which one is a hundred times another; limits from one thread to four.
+They vary like real loops: chains, layered graphs and loose ones; work on two to five streams and
+resources, or on threads alone; short and long recurrences; times that are similar, or differ by a
+factor of a hundred; limits from one thread to four.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swpipe.planning import Limits
 
 @dataclass(frozen=True)
 class Instance:
-    """What a planner is given."""
+    """The input of a planner."""
 
     plan: PipelinePlan
     costs: CostModel
@@ -26,9 +26,9 @@ class Instance:
 
 
 def instance(number: int, size: int = 14, *, tight: bool = False) -> Instance:
-    """The instance of this number; times are multiples of 10 us, of 5 ms and so.
+    """Return the instance of a number; times are multiples of 10 us, and around 5 ms.
 
-    ``tight`` ones may have only two to four iterations in flight, others five.
+    ``tight`` instances may have two to four iterations in flight, others five.
     """
     rng = random.Random(f"instance {number} of {size}")
     streams = number % 2 == 0
@@ -65,9 +65,9 @@ def instance(number: int, size: int = 14, *, tight: bool = False) -> Instance:
 
 
 def held_back(given: Instance, number: int) -> Instance:
-    """The same with tasks that block, host-only dependences and another ``run_ahead``.
+    """Return the instance with tasks that block, host-only dependences and another ``run_ahead``.
 
-    Without a limit to that, all work is on the caller's stream.
+    If that is unlimited, all work is on the caller's stream.
     """
     rng = random.Random(f"held back {number}")
     costs = {
@@ -84,7 +84,7 @@ def held_back(given: Instance, number: int) -> Instance:
 
 
 def _deps(rng: random.Random, size: int) -> list[tuple[int, int]]:
-    """(consumer, producer): producers have the lower number."""
+    """Return (consumer, producer) pairs; producers have the lower number."""
     shape = rng.choice(("chain", "two chains", "layers", "loose"))
     if shape == "chain":
         return [(v, v - 1) for v in range(1, size)]
@@ -110,7 +110,7 @@ def _frozen(rng: random.Random, size: int) -> set[int]:
 
 
 def _places(rng: random.Random, size: int, queues: list[str | None]) -> list[str | None]:
-    """Streams in runs, as a loop has them: neighbours often share one."""
+    """Return streams in runs: neighbouring tasks often share a stream, as in real loops."""
     places = [rng.choice(queues)]
     while len(places) < size:
         places.append(places[-1] if rng.random() < 0.5 else rng.choice(queues))
@@ -118,7 +118,7 @@ def _places(rng: random.Random, size: int, queues: list[str | None]) -> list[str
 
 
 def _carried(rng: random.Random, size: int, frozen: set[int]) -> list[tuple[int, int, int]]:
-    """(consumer, producer, distance): what one iteration leaves to a later one."""
+    """Return (consumer, producer, distance) of dependences between iterations."""
     carried = {
         (rng.randrange(size), rng.randrange(size), rng.choice((1, 1, 1, 2, 3)))
         for _ in range(rng.randint(0, 4))

@@ -1,4 +1,4 @@
-"""What a planner must keep to."""
+"""The limits that a planner must keep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_frozen_takes_tasks_and_names() -> None:
 
 
 def test_wrong_limits_are_refused() -> None:
-    """With all that is wrong; without a bound a planner would look at each of a billion depths."""
+    """The error lists all; without a limit a planner would try each of a billion depths."""
     with pytest.raises(PlanError) as raised:
         Limits(0, 1.5, (3,))  # type: ignore[arg-type]
     texts = [problem.text for problem in raised.value.problems]

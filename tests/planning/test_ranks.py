@@ -1,4 +1,4 @@
-"""A step on many ranks: exact where nothing differs, and what theory and the published step say."""
+"""A step on many ranks: exact without differences, and compared with theory and publications."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORKERS_FIRST = (
 
 
 def steps_ms(plan: PipelinePlan, *ranks: Ranks) -> list[float]:
-    """The steps on several numbers of ranks."""
+    """Return the steps on several numbers of ranks."""
     program = compile_plan(resolve_plan(plan), streams=True)
     return [step_us(program, COSTS14, each) / 1e3 for each in ranks]
 
@@ -54,7 +54,7 @@ READY_MADE = {
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("name", READY_MADE)
 def test_one_rank_whose_times_do_not_differ_takes_the_interval(name: str, streams: bool) -> None:
-    """The arrays of ranks are the timed graph: for every ready-made plan, computed apart."""
+    """The ranks' arrays equal the timed graph, which is computed separately, for every plan."""
     plan = READY_MADE[name]
     costs = CostModel(
         {
@@ -72,7 +72,7 @@ def test_one_rank_whose_times_do_not_differ_takes_the_interval(name: str, stream
 
 
 def expected_maximum(number: int, jitter: float) -> float:
-    """The mean of the maximum of so many lognormal factors, by integration."""
+    """Return the mean of the maximum of ``number`` lognormal factors, by integration."""
     sigma = math.sqrt(math.log1p(jitter**2))
     z = np.linspace(-9, 9, 20_001)
     below = np.array([0.5 * (1 + math.erf(one / math.sqrt(2))) for one in z]) ** number
@@ -81,7 +81,7 @@ def expected_maximum(number: int, jitter: float) -> float:
 
 @pytest.mark.parametrize("number", [1, 2, 16, 1_024, 4_096])
 def test_ranks_that_differ_in_speed_alone_take_the_slowest_ones_time(number: int) -> None:
-    """Where all is serial; and no plan does better, which the floor says."""
+    """This holds for serial work; and no plan does better, as the lower bound says."""
     plan = PipelinePlan({"train": TaskSchedule(globally_ordered=True)})
     costs = CostModel({"train": TaskCost(host_us=1_000)})
     found = simulate(plan, costs, streams=False, ranks=Ranks(number, jitter=0.05)).ranks
@@ -96,7 +96,7 @@ def test_ranks_that_differ_in_speed_alone_take_the_slowest_ones_time(number: int
 
 @pytest.mark.slow
 def test_the_published_step_on_1024_ranks() -> None:
-    """As a prototype of its own has it: slack before the first collective absorbs slow reads."""
+    """It is that of an independent prototype: slack before the collective absorbs slow reads."""
     both, jitter = Ranks(1_024, 0.05, SLOW), Ranks(1_024, 0.05)
     serial = recsys14.with_read(pipelined=False, run_ahead=0)
     assert steps_ms(serial, both, jitter) == pytest.approx([456, 208], rel=0.03)
@@ -114,7 +114,7 @@ def test_the_published_step_on_1024_ranks() -> None:
 
 @pytest.mark.slow
 def test_the_planner_chooses_what_absorbs_slow_reads() -> None:
-    """Within 1% of the best plan known, and with no more ahead than that takes."""
+    """It is within 1% of the best known plan, with no more iterations ahead."""
     choice = auto_plan(
         recsys14.with_read(pipelined=False),
         COSTS14,
@@ -135,12 +135,12 @@ TWO = CostModel({"read": TaskCost(host_us=6_000), "train": TaskCost(host_us=10_0
 
 
 def on_cpu(**more: Any) -> PipelinePlan:
-    """A read beside training."""
+    """Return a plan of a read that overlaps training."""
     return PipelinePlan(NO_STREAMS, deps=[("train", "read")], **more)
 
 
 def test_input_slack_is_found_within_the_limits() -> None:
-    """More iterations in flight where slow reads are absorbed, and none where only speed varies."""
+    """Iterations in flight are added if they absorb slow reads, not if only speeds vary."""
     many, deep = Ranks(64, slow={"read": (0.02, 4.0)}), Limits(in_flight=8, groups=2)
     start = PipelinePlan(
         {"read": TaskSchedule(), "train": TaskSchedule(globally_ordered=True)},
@@ -182,7 +182,7 @@ def test_input_gets_a_thread_within_the_limit_on_groups(groups: int, threads: in
 
 
 def test_run_ahead_is_chosen_before_as_much_slack() -> None:
-    """Both absorb the slow reads with as many iterations ahead, and slack takes more depth."""
+    """Both absorb the slow reads with as many iterations ahead; slack needs more depth."""
     plan = PipelinePlan(
         {
             "read": TaskSchedule(stream="copies"),
@@ -212,7 +212,7 @@ def test_run_ahead_is_chosen_before_as_much_slack() -> None:
 
 
 def test_a_plan_that_is_not_allowed_is_not_chosen() -> None:
-    """Such as one that holds too much, or could give other numbers."""
+    """It holds too much, for example, or could give other numbers."""
 
     def chosen(allowed: Callable[[PipelinePlan], bool]) -> SlackPlan:
         return with_slack(
@@ -233,7 +233,7 @@ def test_a_plan_that_is_not_allowed_is_not_chosen() -> None:
 
 
 def test_the_same_ranks_give_the_same_step() -> None:
-    """What is drawn has a fixed seed."""
+    """The draws have a fixed seed."""
     program = compile_plan(resolve_plan(on_cpu()), streams=False)
     ranks = Ranks(100, 0.1, {"read": (0.1, 3.0)})
     assert rank_step(program, TWO, ranks) == rank_step(program, TWO, ranks)
@@ -255,7 +255,7 @@ def test_the_same_ranks_give_the_same_step() -> None:
     ],
 )
 def test_ranks_that_cannot_be_are_refused(given: dict[str, Any], told: str) -> None:
-    """With the value, and the rule."""
+    """The error has the value and the rule."""
     with pytest.raises(PlanError) as caught:
         Ranks(**{"number": 4, **given})
     assert told in str(caught.value)
@@ -273,13 +273,13 @@ def test_ranks_that_cannot_be_are_refused(given: dict[str, Any], told: str) -> N
 def test_ranks_that_do_not_fit_the_plan_are_refused(
     ranks: Ranks, schedule: dict[str, TaskSchedule], told: str, call: Any
 ) -> None:
-    """By whoever is given them, with what to type."""
+    """Each function that gets them refuses, and says what to type."""
     with pytest.raises(PlanError, match=told):
         call(PipelinePlan(schedule), TWO, streams=False, ranks=ranks)
 
 
 def test_a_task_with_a_link_meets_others() -> None:
-    """As one in global order does; of one that has neither, each rank has its own."""
+    """A task in global order does, too; other tasks belong to each rank alone."""
     costs = CostModel({"a": TaskCost(host_us=1_000, resources=("net",))})
     ranks = Ranks(64, jitter=0.1, links=["net"])
     found = simulate(PipelinePlan({"a": TaskSchedule()}), costs, streams=False, ranks=ranks).ranks

@@ -1,4 +1,4 @@
-"""The published fourteen tasks: what is known of them, and what the planner makes of them."""
+"""The published fourteen tasks: their known figures, and the planner's results for them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from swpipe.planning.modulo.auto import auto_plan
 from swpipe.planning.simulation.simulator import simulate
 
 BOUND_US = 108_380
-"""What the tasks of the caller's stream take together."""
+"""The total time of the tasks on the caller's stream."""
 
 
 def test_the_plan_reaches_the_bound_with_little_in_flight() -> None:
-    """That of the caller's stream; tasks that train stay in the last stage, on its thread."""
+    """The bound is the caller's stream; tasks that train stay in the last stage, on its thread."""
     choice = auto_plan(recsys14.plan(), recsys14.costs(), limits=recsys14.limits())
     assert choice.ii_us == choice.bounds.ii_us == BOUND_US
     assert "forward" in choice.bounds.limiting
@@ -26,7 +26,7 @@ def test_the_plan_reaches_the_bound_with_little_in_flight() -> None:
 
 
 def test_without_streams_a_second_thread_helps() -> None:
-    """One thread takes 125,680 us; a second one takes over what can run in parallel."""
+    """One thread takes 125,680 us; a second one takes over what can overlap."""
     choice = auto_plan(recsys14.plan(), recsys14.costs(), limits=recsys14.limits(), streams=False)
     assert choice.threads == 2
     assert choice.ii_us < BOUND_US

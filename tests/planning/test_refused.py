@@ -1,4 +1,4 @@
-"""What simulators and planners refuse: the call, the error, its words."""
+"""Calls that simulators and planners refuse, with the error and its words."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_frozen_task_that_the_plan_lacks_is_refused(planner: Callable[..., Any
     "planner", [simulate, lower_bounds, auto_plan, list_schedule, assign_lookaheads, joint_search]
 )
 def test_every_task_needs_a_cost_and_the_plan_can_run(planner: Callable[..., Any]) -> None:
-    """In words, with the task's name; costs of other tasks do not matter."""
+    """The error has the task's name; costs of other tasks do not matter."""
     with pytest.raises(PlanError, match="task 'work' has no cost"):
         planner(LOOP, CostModel({"read": TaskCost(), "other": TaskCost()}))
     with pytest.raises(PlanError, match="cycle"):
@@ -79,6 +79,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("call", "error", "words"), REFUSED)
 def test_what_is_refused(call: Callable[[], Any], error: type[Exception], words: str) -> None:
-    """The error names value, rule and mend."""
+    """The error has the value, the rule and the fix."""
     with pytest.raises(error, match=words):
         call()

@@ -16,20 +16,20 @@ from swpipe.trace.timeline import plot
 
 
 def long_plan(tasks: int, stages: int = 1) -> tuple[PipelinePlan, CostModel]:
-    """A chain of tasks, over some stages."""
+    """Return a chain of tasks over some stages, and its costs."""
     names = [f"t{k}" for k in range(tasks)]
     plan = PipelinePlan({name: TaskSchedule(k * stages // tasks) for k, name in enumerate(names)})
     return plan, CostModel({name: TaskCost(host_us=1.0) for name in names})
 
 
 def test_more_than_a_thousand_tasks_are_not_planned() -> None:
-    """The search took minutes, without a word."""
+    """The search took minutes, silently."""
     with pytest.raises(PlanError, match="1001 tasks, but at most 1000 are planned: join some"):
         auto_plan(*long_plan(1001))
 
 
 def test_too_many_steps_are_not_simulated() -> None:
-    """Tasks and depth are each within their bounds; both together took minutes."""
+    """Tasks and depth are each within their limits; both together took minutes."""
     plan, costs = long_plan(2000, stages=2)
     assert simulate(plan, costs, iterations=1).iterations == 1
     plan, costs = long_plan(2001, stages=2)
@@ -38,7 +38,7 @@ def test_too_many_steps_are_not_simulated() -> None:
 
 
 def test_the_search_for_a_cycle_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop of many tasks whose order in the plan is against their dependences."""
+    """Many tasks form a loop, in an order that is against their dependences."""
     names = [f"t{k}" for k in range(200)]
     plan = PipelinePlan(
         {name: TaskSchedule() for name in names},
@@ -61,7 +61,7 @@ def test_a_picture_has_a_largest_size(tmp_path: Path, rows: int, spans: int) -> 
 
 
 def test_an_unknown_task_is_told_with_some_that_are_known() -> None:
-    """The message had all of ten thousand names once."""
+    """The message once had all of ten thousand names."""
     plan, _ = long_plan(1000)
     tasks = [PipelineTask(name, lambda ctx: None) for name in plan.schedule]
     with SWPipeline(plan, tasks, device="cpu") as pipe:

@@ -16,7 +16,7 @@ from swpipe.plans import prefetch_plan
 
 
 def test_it_equals_a_plan_written_by_hand() -> None:
-    """Pulling and feeding run ahead, on threads of their own; each list is in order."""
+    """Pulling and feeding run ahead, on separate threads; each list is in order."""
     plan = prefetch_plan(
         ["read", "copy"],
         ["forward", "step"],
@@ -39,7 +39,7 @@ def test_it_equals_a_plan_written_by_hand() -> None:
 
 
 def test_each_further_worker_has_an_iteration_in_flight() -> None:
-    """Besides those of the depth, and the one that is pulled."""
+    """It is in addition to those of the depth, and to the one that is pulled."""
     for workers, pull_group, depth in ((1, "loader", 4), (3, "loader", 6), (3, None, 5)):
         plan = prefetch_plan(["read"], ["use"], workers=workers, pull_group=pull_group)
         assert plan.depth == depth
@@ -47,7 +47,7 @@ def test_each_further_worker_has_an_iteration_in_flight() -> None:
 
 
 def test_what_comes_after_a_copy_has_another_stream() -> None:
-    """The copy of the next batch does not wait for it; what comes before is on the copy's."""
+    """The copy of the next batch does not wait for it; earlier tasks are on the copy's stream."""
     feed = [PipelineTask("pin", print), copy_task("cpu"), PipelineTask("embed", print)]
     plan = prefetch_plan(feed, ["use"])
     streams = {name: entry.stream for name, entry in plan.schedule.items()}
@@ -56,7 +56,7 @@ def test_what_comes_after_a_copy_has_another_stream() -> None:
 
 @pytest.mark.parametrize("maxsize", [1, 2, 4])
 def test_it_is_as_far_ahead_as_a_thread_with_a_queue(maxsize: int) -> None:
-    """Beyond the iteration in the caller's hands: the queue, and what the thread waits to put."""
+    """Beyond the caller's iteration there are the queue, and the batch that waits for the queue."""
     pulled: list[int] = []
 
     def data() -> Iterator[int]:
@@ -76,7 +76,7 @@ def test_it_is_as_far_ahead_as_a_thread_with_a_queue(maxsize: int) -> None:
 
 
 def test_by_default_it_is_as_far_ahead_as_is_needed() -> None:
-    """Within hand-overs of the lower bound for any shape of host and device time."""
+    """It is within hand-overs of the lower bound for any host and device times."""
     plan = prefetch_plan(["read", "copy"], ["train"], streams={"read": "copy", "copy": "copy"})
     for read_ms, host_ms, device_ms, blocks in product(
         (0, 5, 12), (0.5, 6), (1, 10), (False, True)
@@ -93,7 +93,7 @@ def test_by_default_it_is_as_far_ahead_as_is_needed() -> None:
 
 
 def test_what_cannot_prefetch_is_refused() -> None:
-    """An empty list, and a depth with which nothing runs ahead."""
+    """These are an empty list, and a depth with which nothing runs ahead."""
     for feed, compute, depth, told in [
         ([], ["forward"], 3, "feed or compute is empty"),
         (["read"], [], 3, "feed or compute is empty"),

@@ -24,7 +24,7 @@ KINDS = st.lists(st.builds(LayerKind, *[st.booleans()] * 4), max_size=6)
 
 
 def test_a_pair_has_the_order_of_the_seed() -> None:
-    """On each stream; work lies between the start of an exchange and its wait."""
+    """This holds on each stream; work lies between the start of an exchange and its wait."""
     order = pair_order(layer_steps("f", 0, ALL), layer_steps("b", 1, ALL))
     assert [step.name for step in order if step.exchanges and step.part == "start"] == [
         "b1.moe_combine.start",
@@ -47,7 +47,7 @@ def test_a_pair_has_the_order_of_the_seed() -> None:
 
 
 def test_attention_that_frees_its_memory_early_comes_before_the_experts() -> None:
-    """Of the other microbatch, whatever that layer is; its weight gradients stay late."""
+    """The experts may be any layer of the other microbatch; its weight gradients stay late."""
     for kind in (MOE, LayerKind()):
         backward = layer_steps("b", 1, MOE)
         for early in (False, True):
@@ -59,7 +59,7 @@ def test_attention_that_frees_its_memory_early_comes_before_the_experts() -> Non
 
 
 def order_of(forward: str, backward: str) -> str:
-    """Attention of all layers, and the experts' exchanges, of "d"ense and "m"oe layers."""
+    """Return the order of attention and of the experts' exchanges; layers are "d"ense or "m"oe."""
     kinds = [[LayerKind(moe=one == "m") for one in layers] for layers in (forward, backward)]
     names = {("attn", ""): "", ("attn", "route"): "", ("moe_combine", "start"): "(",
              ("moe_combine", "wait"): ")"}  # fmt: skip
@@ -68,7 +68,7 @@ def order_of(forward: str, backward: str) -> str:
 
 
 def test_layers_with_experts_meet_each_other_and_the_others_fill_their_exchanges() -> None:
-    """Wherever they are; a forward while gradients are combined, a backward while rows are."""
+    """A forward runs while gradients are combined, a backward while rows are."""
     assert order_of("dm", "dm") == "b1( f0 f1 b1) f1( b1 b0 f1)"
     assert order_of("md", "md") == "b1 b0( f0 b0) f0( b0 f0) f1"
     assert order_of("dmdm", "dmdm") == "b3( f0 f1 b3) f1( b3 b2 f1) b1( f2 f3 b1) f3( b1 b0 f3)"
@@ -78,7 +78,7 @@ def test_layers_with_experts_meet_each_other_and_the_others_fill_their_exchanges
 
 
 def test_the_common_layers_are_paired_and_the_rest_follows() -> None:
-    """Layer i of the one with layer last - i of the other; then backward's rest, then forward's."""
+    """Layer i of one meets layer last - i of the other; then backward's rest, then forward's."""
     for counts, wanted in {
         (2, 2): ["f0", "b1", "f1", "b0"],
         (1, 3): ["f0", "b2", "b1", "b0"],
@@ -89,7 +89,7 @@ def test_the_common_layers_are_paired_and_the_rest_follows() -> None:
 
 
 def test_the_first_layers_attention_weights_come_after_gradients_were_sent_on() -> None:
-    """And what is around the layers is where the seed has it."""
+    """The work around the layers is where the published schedule has it."""
     order = chunk_order([MOE], [MOE])
     around = [s.name for s in order if s.layer is None or s.name == "b0.attn.dw"]
     assert around == [
@@ -104,7 +104,7 @@ def test_the_first_layers_attention_weights_come_after_gradients_were_sent_on() 
 def test_every_step_is_there_once_after_what_it_needs(
     forward: list[LayerKind], backward: list[LayerKind], hooks: bool
 ) -> None:
-    """For layers of any kinds and any two depths; and the plans can run."""
+    """This holds for layers of any kinds and any two depths; and the plans can run."""
     order = chunk_order(forward, backward, hooks=hooks)
     at = {step: place for place, step in enumerate(order)}
     chains = [
@@ -127,7 +127,7 @@ def test_every_step_is_there_once_after_what_it_needs(
 
 
 def test_backward_steps_follow_those_of_the_microbatch_before() -> None:
-    """Each after itself, whichever order a planner finds: gradients are added up in one order."""
+    """Each follows itself in any planner's order: gradients are added up in one order."""
     plan = layer_overlap_plan([MOE])
     back = {name for name in plan.schedule if name.startswith("b")}
     assert {(name, name, 1) for name in back} <= {*plan.cross_iter_deps}
@@ -135,7 +135,7 @@ def test_backward_steps_follow_those_of_the_microbatch_before() -> None:
 
 
 def test_what_starts_exchanges_takes_turns() -> None:
-    """The counts of the router's rows, and the rows, forward and back; nothing else."""
+    """These are the counts of the router's rows, and the rows, forward and back; nothing else."""
     plan = layer_overlap_plan([MOE])
     ordered = {name for name, entry in plan.schedule.items() if entry.globally_ordered}
     exchanges = {f"{side}0.moe_{way}.start" for side in "fb" for way in ("dispatch", "combine")}
@@ -143,7 +143,7 @@ def test_what_starts_exchanges_takes_turns() -> None:
 
 
 def test_shared_parameters_are_added_to_one_microbatch_after_the_other() -> None:
-    """Whichever order a planner finds: a backward begins after the one before has ended."""
+    """This holds for any planner's order: a backward begins after the previous one has ended."""
     for shared in (False, True):
         carried = layer_overlap_plan([MOE], shared=shared).cross_iter_deps
         assert (("b.begin", "b.end", 1) in carried) == shared

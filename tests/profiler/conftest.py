@@ -9,7 +9,7 @@ from tests.support.virtual_clock import TimedHost, tell_time
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> TimedHost:
-    """Pipelines of the test run on it, and the profiler takes the time from it."""
+    """A host for the test's pipelines, whose clock the profiler uses."""
     host = TimedHost()
     tell_time(monkeypatch, host)
     return host

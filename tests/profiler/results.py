@@ -1,4 +1,4 @@
-"""Results made of flat figures, for tests of what follows from them."""
+"""Results made of plain figures, for tests of what follows from them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def of_step(result: L, mean_s: float) -> L:
 
 
 def measured(result: ProfileResult, **changes: Any) -> ProfileResult:
-    """Return a result that was measured in another way."""
+    """Return a result with another measurement."""
     return replace(result, measurement=replace(result.measurement, **changes))
 
 

@@ -1,4 +1,4 @@
-"""Tasks and loaders of known cost, on a virtual clock: what they take is exact."""
+"""Tasks and loaders of known cost on a virtual clock: their times are exact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.virtual_clock import TimedHost
 
 
 class FakeContender:
-    """Had the interpreter lock for as long as tasks say that they let go of it."""
+    """A stand-in for the contender, which had the lock while tasks released it."""
 
     held_s = 0.0
 
@@ -30,14 +30,14 @@ class FakeContender:
 
 
 def contend(monkeypatch: pytest.MonkeyPatch, host: TimedHost) -> FakeContender:
-    """Measure the need for the lock by the clock of the host; return who else wants the lock."""
+    """Measure the need for the lock on the host's clock; return the contender."""
     contender = FakeContender(host)
     monkeypatch.setattr(swpipe.profiler.costing, "GilContender", lambda: contender)
     return contender
 
 
 def sleeper(host: TimedHost, milliseconds: float) -> Callable[[IterContext], None]:
-    """A task's function that sleeps."""
+    """Return a task's function that sleeps."""
 
     def fn(ctx: IterContext) -> None:
         host.sleep(milliseconds / 1e3)
@@ -46,12 +46,12 @@ def sleeper(host: TimedHost, milliseconds: float) -> Callable[[IterContext], Non
 
 
 def sleepers(host: TimedHost, **milliseconds: float) -> list[PipelineTask]:
-    """Tasks that sleep, by name."""
+    """Return tasks that sleep, by name."""
     return [PipelineTask(name, sleeper(host, ms), pure=True) for name, ms in milliseconds.items()]
 
 
 def overlapped(groups: dict[str, Iterable[str]]) -> PipelinePlan:
-    """Each group of tasks in a thread group and a stage of its own, in the order given."""
+    """Return a plan with a thread group and a stage for each group of tasks, in this order."""
     placed = [
         (name, TaskSchedule(stage=stage, thread_group=group))
         for stage, (group, names) in enumerate(groups.items())
@@ -62,9 +62,10 @@ def overlapped(groups: dict[str, Iterable[str]]) -> PipelinePlan:
 
 
 class Ahead:
-    """Makes a batch in so many milliseconds, on threads of its own, and has eight ready at most.
+    """A loader that makes batches on threads of its own, and has at most eight ready.
 
-    ``starts_ms``: What each pass takes before its first batch. ``length``: Batches of a pass.
+    ``ms``: The time to make a batch. ``starts_ms``: The time of a pass before its first batch.
+    ``length``: The number of batches in a pass.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Ahead:
 
 
 class InTurn(Ahead):
-    """The same, made in the call."""
+    """A loader that makes each batch in the call."""
 
     def __iter__(self) -> Iterator[int]:
         for number in range(self.length):

@@ -1,4 +1,4 @@
-"""What to change next, on tasks of known cost; and that trying it gives what was promised."""
+"""Advice on tasks of known cost; following it gives what was promised."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ONE_THREAD = PipelinePlan({n: TaskSchedule() for n in ("read", "train", "step")}
 
 
 def profiled(plan: PipelinePlan, tasks: list[PipelineTask], *, pipelined: bool) -> ProfileResult:
-    """A profile with all advice."""
+    """Return a profile with all advice."""
     with SWPipeline(plan, tasks, device="cpu") as pipe:
         return TaskProfiler(pipe).profile(None, pipelined=pipelined)
 
 
 def tried(advice: Advice, tasks: list[PipelineTask]) -> float:
-    """Seconds per iteration under the plan that was advised."""
+    """Return the seconds per iteration under the advised plan."""
     plan = advice.plan
     return profiled(plan, tasks, pipelined=True).baseline_s
 
@@ -49,7 +49,7 @@ def test_the_largest_lever_gives_what_it_promises(host: TimedHost) -> None:
 def test_the_thread_of_a_plans_loader_takes_none_from_the_tasks(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two cores: a serial profile of a plan that pulls on a thread pulls in turn."""
+    """On two cores, a serial profile of a plan that pulls on a thread pulls on the caller's."""
     monkeypatch.setattr("swpipe.profiler.advice.cores", lambda: 2)
     tasks = sleepers(host, read=6, train=7, step=2)
     plan = prefetch_plan(["read"], ["train", "step"], carried=[("train", "step")])
@@ -69,7 +69,7 @@ def test_each_of_several_workers_is_busy_for_its_share(host: TimedHost) -> None:
 
 
 def test_no_more_is_promised_than_the_moved_tasks_expose(host: TimedHost) -> None:
-    """Two tasks hide each other: neither costs anything as long as the other one is there."""
+    """Two tasks hide each other: neither costs anything while the other exists."""
     tasks = sleepers(host, left=6, right=6, train=7, step=2)
     schedule = {name: TaskSchedule() for name in ("left", "right", "train", "step")}
     schedule |= {name: TaskSchedule(thread_group=name) for name in ("left", "right")}
@@ -116,7 +116,7 @@ def test_a_task_of_which_nothing_is_declared_is_not_moved(host: TimedHost) -> No
 
 
 def test_without_dependences_between_iterations_no_task_is_moved(host: TimedHost) -> None:
-    """It is not known which may."""
+    """It is not known which tasks may move."""
     tasks = sleepers(host, read=6, train=7)
     for plan in (PipelinePlan.serial(tasks), overlapped({"default": ["read", "train"]})):
         result = profiled(plan, tasks, pipelined=False)
@@ -127,7 +127,7 @@ def test_without_dependences_between_iterations_no_task_is_moved(host: TimedHost
 def test_the_cores_limit_what_threads_can_save(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one core, a thread of its own does not make Python any faster."""
+    """On one core, a separate thread does not make Python faster."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)
     tasks = [
         PipelineTask("read", lambda ctx: host.compute(6e-3)),
@@ -160,7 +160,7 @@ def test_ranks_of_one_machine_share_its_cores(
 
 
 def test_nothing_is_promised_where_nothing_may_be_saved(host: TimedHost) -> None:
-    """An interval that contains 0: the prediction's error, or the noise of what was measured."""
+    """The interval contains 0, by the prediction's error or the noise of the measurement."""
     tasks = sleepers(host, read=2, train=20, step=4)
     result = profiled(ONE_THREAD, tasks, pipelined=False)
     assert {advice.plan for advice in result.advice} == {None}
@@ -201,7 +201,7 @@ def test_a_plan_that_is_too_large_to_simulate_has_no_advice(
 
 
 def test_why_a_task_is_not_moved_is_said_in_short(host: TimedHost) -> None:
-    """No chain of iterations, and no list of a dozen tasks."""
+    """It has no chain of iterations, and no list of a dozen tasks."""
     names = [f"part{k}" for k in range(9)]
     tasks = sleepers(host, read=3, **dict.fromkeys(names, 2), step=9)
     order = [task.name for task in tasks]
@@ -250,7 +250,7 @@ def test_limits_for_several_workers_admit_the_plan_that_was_found(
 ) -> None:
     """Tasks of the caller's thread that a pair of a period keeps in two stages are not frozen.
 
-    Both were, which no plan keeps to: the bound of such limits was infinite.
+    Both once were, which no plan keeps: the bound of such limits was infinite.
     """
     frozen: list[tuple[str, ...]] = []
 
@@ -274,7 +274,7 @@ def test_limits_for_several_workers_admit_the_plan_that_was_found(
 
 
 def test_a_loader_is_a_row_and_its_thread_is_advised(host: TimedHost) -> None:
-    """Serially it costs what it takes; on a thread of its own nothing, as was promised."""
+    """Serially it costs its own time; on a separate thread nothing, as was promised."""
     tasks = sleepers(host, train=7, step=2)
     plan = PipelinePlan.serial(tasks)
     with SWPipeline(plan, tasks, device="cpu") as pipe:

@@ -1,4 +1,4 @@
-"""Costs from a pipeline: known ones come out, and everything is put back."""
+"""Costs of a pipeline: known ones are found, and all state is restored."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_host_time_is_how_long_a_task_occupies_its_thread(host: TimedHost) -> No
 
 
 def us_of(costs: CostModel, field: str) -> dict[str, float]:
-    """One of the costs, by task."""
+    """Return one of the costs, by task."""
     return {name: getattr(cost, field) for name, cost in costs.tasks.items()}
 
 
@@ -76,7 +76,7 @@ def test_gil_time_is_task_time_minus_contender_time(
 def test_the_contender_counts_only_time_in_which_it_holds_the_lock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Longer steps of its clock were spent waiting for the lock."""
+    """Longer steps of its clock are waits for the lock."""
     contender = GilContender()
     looks = iter([float(n) for n in range(51)] + [100.0, 101.0, 109.0, 110.5])
 
@@ -125,7 +125,7 @@ def test_under_the_plan_tasks_are_timed_while_others_run(host: TimedHost) -> Non
 def test_device_time_is_the_time_of_a_tasks_work_on_its_stream(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured by events; the host returns earlier."""
+    """Events measure it; the host returns earlier."""
     device = TimedDevice(host)
     tell_time(monkeypatch, host, device)
 
@@ -148,7 +148,7 @@ def test_a_task_that_waits_for_the_device_is_found(
 ) -> None:
     """Its host time is without the wait; reading while the device catches up is no wait.
 
-    And reading takes none of the device's time, which has other work meanwhile.
+    Reading takes none of the device's time, which has other work in the meantime.
     """
     device = TimedDevice(host)
     tell_time(monkeypatch, host, device)
@@ -174,7 +174,7 @@ def test_a_task_that_waits_for_the_device_is_found(
 def test_what_only_looks_like_waiting_for_the_device_is_told_from_it(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full queue leaves the device work to do; reading takes as long on an idle device."""
+    """A full queue leaves the device work; reading takes as long on an idle device."""
     device = TimedDevice(host)
     tell_time(monkeypatch, host, device)
 
@@ -217,7 +217,7 @@ def test_the_switch_interval_is_restored() -> None:
 
 
 def test_a_handover_costs_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As all times of a cost model."""
+    """All times of a cost model are in microseconds."""
     monkeypatch.setattr("swpipe.profiler.costing.measure_handover_s", lambda host: 12e-6)
     tasks = [PipelineTask("a", lambda ctx: None, pure=True)]
     with SWPipeline(PipelinePlan.serial(tasks), tasks, device="cpu") as pipe:
@@ -225,7 +225,7 @@ def test_a_handover_costs_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_resources_are_added() -> None:
-    """To those that a task has; the given model is not modified, and all else of it stays."""
+    """They are added to a task's own; the given model is not modified, and keeps all else."""
     memory = TaskMemory((Block("dist", "copy", 8, "x"),))
     costs = CostModel({"dist": TaskCost(1, resources=("nccl",)), "copy": TaskCost(2)}, 3.0, memory)
     more = with_resources(costs, {"dist": ("pcie", "nccl"), "copy": "pcie"})
@@ -236,7 +236,7 @@ def test_resources_are_added() -> None:
 
 
 class Loader:
-    """Three batches in a pass: each computes for 2 ms and waits for 3; a pass begins slowly."""
+    """A loader of three batches per pass: 2 ms of work and 3 ms of wait each, and a slow start."""
 
     def __init__(self, host: TimedHost) -> None:
         self.host = host
@@ -251,7 +251,7 @@ class Loader:
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_a_loader_has_a_cost_too(host: TimedHost, pipelined: bool) -> None:
-    """What a call takes, without the first, in which it starts."""
+    """It is the time of a call, without the first one, in which the loader starts."""
     (task,) = sleepers(host, use=1)
     plan = PipelinePlan({"use": TaskSchedule()}, pull_group="loader")
     counts = {**COUNTS, "pipelined": pipelined}

@@ -15,7 +15,7 @@ from tests.support.virtual_clock import TimedHost
 
 
 class SlowHost(TimedHost):
-    """Threads take 15 us of virtual time to wake up."""
+    """A host whose threads take 15 us of virtual time to wake up."""
 
     def counter(self) -> ProgressCounter:
         self._counters += 1

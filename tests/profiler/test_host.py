@@ -16,7 +16,7 @@ ON = compile_plan(resolve_plan(PipelinePlan.serial(["sleep", "spin"])), streams=
 
 
 def run(host: TimedHost, seen: HostObserver, iteration: int, sleeps_s: float = 0.01) -> None:
-    """One task that leaves the CPU, one that does not, and what no task does."""
+    """Run a task that sleeps, one that computes, and an action of the engine."""
     for name, act in (("sleep", host.sleep), ("spin", host.compute), ("<admit>", host.sleep)):
         seen.arrive(ON[name], iteration)
         seen.start(ON[name], iteration)
@@ -25,7 +25,7 @@ def run(host: TimedHost, seen: HostObserver, iteration: int, sleeps_s: float = 0
 
 
 def test_sleeping_blocks_and_computing_does_not(host: TimedHost) -> None:
-    """Both hold the thread, only one leaves the CPU; warm-up and what is no task do not count."""
+    """Both hold the thread, only one leaves the CPU; warm-up and other code do not count."""
     seen = HostObserver(["sleep", "spin"])
     run(host, seen, 0, sleeps_s=0.05)
     for iteration in range(1, 6):

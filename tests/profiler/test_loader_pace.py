@@ -1,4 +1,4 @@
-"""A loader that works ahead is measured by what it makes in the long run, not by what is ready."""
+"""The pace of a loader that works ahead is that of the long run, not that of ready batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def profiled(host: TimedHost, loader: Ahead, **tasks_ms: float) -> ProfileResult
 def test_a_step_takes_as_long_as_a_batch_in_the_long_run(
     host: TimedHost, rate: float, step: float, saved: dict[str, float]
 ) -> None:
-    """However many are ready when a visit begins; without the rest, it takes as long as a batch."""
+    """This holds for any number of ready batches; without the other tasks, too."""
     result = profiled(host, Ahead(host, rate), read=10, train=20)
     assert result.baseline_s == pytest.approx(step / 1e3, rel=1e-3)
     for name, ms in saved.items():
@@ -44,7 +44,7 @@ def test_a_step_takes_as_long_as_a_batch_in_the_long_run(
 
 @pytest.mark.parametrize(("rate_s", "limits"), [(0.0293, False), (0.0305, True)])
 def test_a_loader_limits_what_the_rest_would_do_sooner(rate_s: float, limits: bool) -> None:
-    """On a real clock one as fast as the rest is waited for now and then: a little, and clearly."""
+    """On a real clock, a loader as fast as the tasks causes short waits, and clearly."""
     result = replace(
         of_step(RESULT, 0.0311),
         tasks=tasks_of(raw_s={"<pull>": 0.0007}, spread_s={"<pull>": 0.0003}),
@@ -55,7 +55,7 @@ def test_a_loader_limits_what_the_rest_would_do_sooner(rate_s: float, limits: bo
 
 
 def test_a_slow_loader_and_a_slow_start_of_passes_are_advice(host: TimedHost) -> None:
-    """A second for 20 steps is 50 ms of each."""
+    """A second for 20 steps is 50 ms for each."""
     slow = profiled(host, Ahead(host, 60), read=10, train=20).advice[0]
     assert slow.change.startswith("make a batch in 30.0 ms instead of 60.0")
     assert slow.saved_s == pytest.approx(30e-3)
@@ -65,7 +65,7 @@ def test_a_slow_loader_and_a_slow_start_of_passes_are_advice(host: TimedHost) ->
 
 
 def test_a_loader_that_does_not_work_ahead_is_not_called_in_vain(host: TimedHost) -> None:
-    """After some looks at whether a batch is ready, it is called once per iteration."""
+    """After some checks whether a batch is ready, it is called once per iteration."""
     pulls = Pulls(InTurn(host, 5))
     pulls.measure()
     assert pulls.rate_s == pytest.approx(5e-3)
@@ -80,14 +80,14 @@ def test_a_loader_that_does_not_work_ahead_is_not_called_in_vain(host: TimedHost
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there are fewer cores
 def test_a_visit_is_as_long_as_the_turns_of_workers() -> None:
-    """They end their batches together: part of a turn would have too many of these, or none."""
+    """They finish batches together: a part of a turn would have too many of these, or none."""
     pulls = Pulls(DataLoader(range(8), num_workers=4))
     assert [pulls.in_turns(count) for count in (1, 4, 5)] == [4, 4, 8]
     assert Pulls([1, 2]).in_turns(5) == 5
 
 
 def test_no_pass_ends_within_a_visit(host: TimedHost) -> None:
-    """Where a pass is as long as a visit, another one is begun before."""
+    """If a pass is as long as a visit, another one begins before."""
     loader = Ahead(host, 1, length=10)
     pulls = Pulls(loader)
     for _ in range(7):
@@ -101,7 +101,7 @@ def test_no_pass_ends_within_a_visit(host: TimedHost) -> None:
 
 @pytest.mark.parametrize("chunk", [4, 10, 12, 16])
 def test_a_loader_that_reads_chunks_does_not_work_ahead(host: TimedHost, chunk: int) -> None:
-    """Most of its calls take nothing, whatever time it has; its first one is like some others."""
+    """Most of its calls take no time, also without waits; its first one is like some others."""
     pulls = Pulls(Calls(host, lambda number: 0.0 if number % chunk else 6.0 * chunk, 4 * chunk))
     pulls.measure()
     assert pulls.rate_s == pytest.approx(6e-3)

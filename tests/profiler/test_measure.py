@@ -1,4 +1,4 @@
-"""Windows: what is timed, what is fed, and that the pipeline comes back as it was."""
+"""Windows: what is timed, which batches are used, and that the pipeline is restored."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SEEN: list[tuple[int, Any, bool]] = []
 
 
 def see(ctx: IterContext) -> None:
-    """Notes the iteration, the batch and whether garbage is collected."""
+    """Note the iteration, the batch and whether garbage collection is on."""
     SEEN.append((ctx.iter_idx, ctx.batch, gc.isenabled()))
 
 
 def act(ctx: IterContext) -> None:
-    """Stands for the rest."""
+    """Set an attribute."""
     ctx.done = True
 
 
@@ -33,14 +33,14 @@ TASKS = [PipelineTask("see", see), PipelineTask("act", act)]
 
 @pytest.fixture
 def pipe() -> Iterator[SWPipeline]:
-    """Two stages in two thread groups."""
+    """A pipeline of two stages in two thread groups."""
     SEEN.clear()
     with SWPipeline(overlapped({"io": ["see"], "default": ["act"]}), TASKS) as pipe:
         yield pipe
 
 
 def timer(pipe: SWPipeline, **changes: Any) -> WindowTimer:
-    """Times five iterations after two."""
+    """Return a timer of five iterations after two."""
     values = {"batches": ["b"], "copy": None, "warmup": 2, "measure": 5, "pipelined": False}
     return WindowTimer(pipe, **{**values, **changes})
 
@@ -64,7 +64,7 @@ def test_a_window(pipe: SWPipeline, changes: dict[str, Any], samples: int, ran: 
 
 
 def test_a_serial_plan_can_be_measured_under_the_plan() -> None:
-    """Depth one: nothing to fill and nothing to drain."""
+    """With depth one there is nothing to fill and nothing to drain."""
     SEEN.clear()
     with SWPipeline(PipelinePlan.serial(TASKS), TASKS) as pipe:
         assert len(timer(pipe, pipelined=True).window()) == 5
@@ -95,7 +95,7 @@ def test_every_iteration_gets_a_copy_where_one_is_asked_for(
 def test_iterations_go_through_the_batches_in_their_order(
     pipe: SWPipeline, pipelined: bool
 ) -> None:
-    """Iteration i gets batch i modulo their number, also after a drain in mid-run; all as often."""
+    """Iteration i gets batch i modulo their number, also after a drain; all are as frequent."""
     pipe.run(["first"])
     SEEN.clear()
     chosen = timer(pipe, batches=[*"abc"], measure=4, pipelined=pipelined)
@@ -112,7 +112,7 @@ def test_iterations_go_through_the_batches_in_their_order(
 
 @pytest.mark.parametrize("was_on", [True, False])
 def test_garbage_is_collected_as_in_training(pipe: SWPipeline, was_on: bool) -> None:
-    """A step that takes 50 ms, 45 of them for garbage, once was measured as 5."""
+    """A step that takes 50 ms, 45 of them for garbage collection, was once measured as 5."""
     (gc.enable if was_on else gc.disable)()
     try:
         timer(pipe).window()
@@ -122,7 +122,7 @@ def test_garbage_is_collected_as_in_training(pipe: SWPipeline, was_on: bool) -> 
 
 
 def test_a_borrowed_pipeline_is_restored(pipe: SWPipeline) -> None:
-    """Iteration count and shortcuts, with their caches."""
+    """Its iteration count and its shortcuts, with their caches, are restored."""
     pipe.run(["x", "y"])
     with pipe.shortcut("act"):
         pipe.run(["z"])
@@ -140,7 +140,7 @@ def test_a_borrowed_pipeline_is_restored(pipe: SWPipeline) -> None:
 
 
 def test_a_borrowed_pipeline_is_drained_after_a_failure() -> None:
-    """The borrower's error is raised, also if draining fails too."""
+    """The borrower's error is raised, also if draining fails, too."""
 
     def fail_late(ctx: IterContext) -> None:
         if ctx.iter_idx == 1:
@@ -159,7 +159,7 @@ def test_a_borrowed_pipeline_is_drained_after_a_failure() -> None:
 
 
 class _TimedEvent:
-    """An event of a device whose clock ticks once, a millisecond, per record."""
+    """An event of a device whose clock advances by 1 ms per record."""
 
     clock_ms = 0.0
 
@@ -178,7 +178,7 @@ class _TimedEvent:
 
 
 def run_on(event: type, log: list[str]) -> TimedRun:
-    """A run of a pipeline that only counts, on a device with such events."""
+    """Return a run of a pipeline that counts, on a device with these events."""
     numbers = iter(range(100))
     device = SimpleNamespace(
         name="x:0",
@@ -208,7 +208,7 @@ def test_timing_events_mark_the_ends_of_iterations() -> None:
 
 
 def test_without_timing_events_the_host_clock_is_used() -> None:
-    """Events that tell no time are of no use here."""
+    """Events without times are not used."""
     begin = time.perf_counter()
     run = run_on(object, [])
     with pytest.warns(UserWarning, match="have no timing"):
@@ -218,7 +218,7 @@ def test_without_timing_events_the_host_clock_is_used() -> None:
 
 
 def test_a_run_goes_on_where_it_was(pipe: SWPipeline) -> None:
-    """Several measured parts, without a drain in between; after one, the pipeline fills again."""
+    """Several parts are measured without a drain in between; after a drain it fills again."""
     run = timer(pipe, pipelined=True).run()
     first, second = run.iterate(2, 3), run.iterate(1, 2)
     assert pipe.in_flight == 1
@@ -233,7 +233,7 @@ def test_a_run_goes_on_where_it_was(pipe: SWPipeline) -> None:
 def test_serial_iterations_are_timed_from_idle_to_idle(
     pipe: SWPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device is waited for before the clock is read, at both ends of each."""
+    """The clock is read after the device has finished, at both ends of each."""
     log: list[str] = []
     monkeypatch.setattr(pipe.device, "synchronize", lambda: log.append("wait"), raising=False)
     monkeypatch.setattr(time, "perf_counter", lambda: log.append("clock") or 0.0)

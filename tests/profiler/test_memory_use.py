@@ -1,4 +1,4 @@
-"""Which memory tasks are seen to hold, from which task to which."""
+"""The memory that tasks are seen to hold, from which task to which."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def empty(kib: int) -> torch.Tensor:
 
 
 def measured(*fns: Any, batch: Any = None) -> TaskMemory:
-    """What tasks named after their functions hold."""
+    """Return the memory of tasks that are named after their functions."""
     return measure_memory([PipelineTask(fn.__name__, fn) for fn in fns], [batch], device="cpu")
 
 
@@ -52,7 +52,7 @@ def test_a_storage_counts_once_until_its_last_holder_is_gone() -> None:
 
 
 def test_what_a_task_needs_while_it_runs_is_told_apart() -> None:
-    """From what it leaves; a task that frees before it makes needs less than both."""
+    """It is separate from its results; a task that frees before it allocates needs less."""
 
     def make(ctx: IterContext) -> None:
         ctx.x = (empty(40) + empty(40)) + empty(40)  # three are there at once
@@ -88,18 +88,18 @@ def test_the_batch_and_arrays_count() -> None:
 
 
 class Movable:
-    """With a ``to`` of its own."""
+    """An object with a ``to`` of its own."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
 
     def to(self, device: torch.device) -> Movable:
-        """On the device."""
+        """Return the object on the device."""
         return Movable(self.x.to(device))
 
 
 def test_objects_with_to_hold_their_tensors() -> None:
-    """As a batch that was copied to the device does."""
+    """A batch that was copied to the device is an example."""
 
     def copy(ctx: IterContext) -> None:
         ctx.there = Movable(empty(2))
@@ -111,7 +111,7 @@ def test_objects_with_to_hold_their_tensors() -> None:
 
 
 class Training:
-    """A step of a linear layer with momentum."""
+    """A training step of a linear layer with momentum."""
 
     def __init__(self) -> None:
         self.model = nn.Linear(256, 1, bias=False)
@@ -138,7 +138,7 @@ def test_gradients_are_held_until_the_next_iteration_sets_them_to_none() -> None
 
 
 def test_of_several_batches_the_one_that_holds_most_counts() -> None:
-    """And none is an error."""
+    """No batch is an error."""
 
     def read(ctx: IterContext) -> None:
         ctx.x = empty(ctx.batch)

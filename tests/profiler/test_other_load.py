@@ -1,4 +1,4 @@
-"""What other processes use of the machine, from the tables of a kernel."""
+"""The use of the machine by other processes, from the tables of a kernel."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from swpipe.profiler.other_load import OtherLoad, load_so_far
 
 
 class Kernel:
-    """A folder like ``/proc``; times are in ticks, 100 in a second."""
+    """A folder like ``/proc``; times are in ticks, of which a second has 100."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def cores(self, *busy: int) -> None:
-        """How long each core was busy: half of it for users, the rest for the system and stolen."""
+        """Set how long each core was busy: half for users, the rest for the system and stolen."""
         lines = ["cpu 1 1 1 1 1 1 1 1 0 0"]
         for core, ticks in enumerate(busy):
             user = ticks // 2
@@ -26,7 +26,7 @@ class Kernel:
         (self.folder / "stat").write_text("\n".join([*lines, "intr 1", "ctxt 2"]))
 
     def process(self, pid: int, parent: int, ticks: int, ended: int = 0) -> None:
-        """How long it and those of its children that have ended were on a core."""
+        """Set how long a process, and its children that have ended, were on a core."""
         (self.folder / str(pid)).mkdir(exist_ok=True)
         head = f"{pid} (a (worse) name) S {parent}"
         text = f"{head} 0 0 0 0 0 0 0 0 0 {ticks} 0 {ended} 0 20 0 1"
@@ -35,7 +35,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """Two cores, this process, its parent, and one child of each."""
+    """A kernel with two cores, this process, its parent, and one child of each."""
     seconds = iter([0.0, 10.0, 10.0, 20.0])
     monkeypatch.setattr(other_load, "_PROC", tmp_path)
     monkeypatch.setattr(other_load.time, "monotonic", lambda: next(seconds))
@@ -54,7 +54,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
 def test_what_is_not_ones_own_is_of_others(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, is_rank: bool, used: float
 ) -> None:
-    """One's children are one's own, those that have ended too, and so are ranks of the same job."""
+    """Child processes, also ended ones, and ranks of the same job are one's own."""
     monkeypatch.setattr(other_load, "is_alone", lambda: not is_rank)
     before = load_so_far()
     assert before is not None
@@ -68,12 +68,12 @@ def test_what_is_not_ones_own_is_of_others(
 
 
 def test_a_machine_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No Linux, or a kernel that hides it."""
+    """It is no Linux, or its kernel hides the load."""
     monkeypatch.setattr(other_load, "_PROC", tmp_path)
     assert load_so_far() is None
 
 
 @pytest.mark.parametrize(("used", "is_busy"), [(0.1, False), (0.3, True)])
 def test_a_tenth_of_the_cores_is_much(used: float, is_busy: bool) -> None:
-    """Of two, 0.2."""
+    """For two cores it is 0.2."""
     assert OtherLoad(used, 2).is_busy is is_busy

@@ -1,4 +1,4 @@
-"""What users hold: the numbers come out, everything else stays as it was."""
+"""The profiler for users: the figures are right, and all else stays as it was."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUICK = {"num_warmup": 1, "num_measure": 2, "num_rounds": 2}
 
 
 class Job:
-    """A small training job, with everything that profiling could upset."""
+    """A small training job with everything that profiling might disturb."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -51,12 +51,12 @@ class Job:
 
     @property
     def tasks(self) -> list[PipelineTask]:
-        """In the order in which they run."""
+        """The tasks in serial order."""
         functions = (self.read, self.forward, self.backward, self.step)
         return [PipelineTask(fn.__name__, fn) for fn in functions]
 
     def state(self) -> list[Any]:
-        """Everything, as plain data."""
+        """Return all state as plain data."""
         return [
             {name: tensor.tolist() for name, tensor in self.model.state_dict().items()},
             [None if p.grad is None else p.grad.tolist() for p in self.model.parameters()],
@@ -80,20 +80,20 @@ BATCH = torch.linspace(0, 1, 12).view(4, 3)
 
 @pytest.fixture
 def job() -> Job:
-    """Ahead of its first step."""
+    """A job before its first step."""
     return Job()
 
 
 @pytest.fixture
 def pipe(job: Job) -> Iterator[SWPipeline]:
-    """The job; it reads one batch ahead in a thread group of its own."""
+    """A pipeline of the job that reads one batch ahead in a thread group of its own."""
     plan = overlapped({"io": ["read"], "default": ["forward", "backward", "step"]})
     with SWPipeline(plan, job.tasks) as pipe:
         yield pipe
 
 
 def test_a_profile_has_every_task_in_serial_order(pipe: SWPipeline) -> None:
-    """Figures for all tasks, in the order in which they run."""
+    """It has figures for all tasks, in the order in which they run."""
     result = TaskProfiler(pipe).profile(BATCH, **QUICK)
     names = ("read", "forward", "backward", "step")
     for figures in (result.tasks, result.measured, result.exposed_s, result.host_s):
@@ -109,7 +109,7 @@ def test_a_profile_has_every_task_in_serial_order(pipe: SWPipeline) -> None:
 def test_everything_is_restored_bit_for_bit(
     job: Job, pipe: SWPipeline, pipelined: bool, steps: int
 ) -> None:
-    """Model, gradients, flags, optimizer, generators and the number of the next iteration."""
+    """This includes model, gradients, flags, optimizer, generators and the iteration's number."""
     pipe.run_serial([BATCH] * steps)
     before = job.state()
     result = TaskProfiler(pipe).profile(BATCH, pipelined=pipelined, **QUICK)
@@ -122,7 +122,7 @@ def test_everything_is_restored_bit_for_bit(
 def test_after_a_failure_everything_is_restored(
     job: Job, pipe: SWPipeline, pipelined: bool
 ) -> None:
-    """The task's own error is raised; no shortcut is on, and the pipeline runs."""
+    """The task's own error is raised; no shortcut is enabled, and the pipeline runs."""
     before = job.state()
     job.fails_at = 12
     with pytest.raises(ZeroDivisionError, match="planted") as caught:
@@ -171,7 +171,7 @@ def test_a_task_that_cannot_be_replayed_is_a_row_with_the_reason() -> None:
 
 
 def test_a_task_whose_replay_fails_in_a_later_round_is_a_row_with_the_reason() -> None:
-    """Its visits of the rounds before are left out as well."""
+    """Its visits of the earlier rounds are left out as well."""
     ran: list[int] = []
     replays: list[int] = []
 
@@ -195,7 +195,7 @@ def test_a_task_whose_replay_fails_in_a_later_round_is_a_row_with_the_reason() -
 
 
 def test_the_users_shortcuts_stay_and_are_not_measured(job: Job, pipe: SWPipeline) -> None:
-    """Their caches stay too, although the profile used another batch."""
+    """Their caches stay, too, although the profile used another batch."""
     pipe.enable_shortcut("forward")
     (cached,) = pipe.iterate([BATCH])
     job.ran.clear()
@@ -212,7 +212,7 @@ def test_the_users_shortcuts_stay_and_are_not_measured(job: Job, pipe: SWPipelin
 def test_several_batches_come_out_in_order(
     pipe: SWPipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One result each, with its name; of some tasks, or their names, in serial order."""
+    """There is one named result each, for some tasks or their names, in serial order."""
     profiler = TaskProfiler(pipe)
     results = profiler.profile_many(
         iter([BATCH, 2 * BATCH]), tasks=["step", pipe.tasks[1]], verbose=True, **QUICK
@@ -229,7 +229,7 @@ def test_several_batches_come_out_in_order(
 def test_a_profile_of_batches_runs_no_iterations_but_its_visits(
     pipe: SWPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there are no streams, whose work would have to be timed apart."""
+    """This holds without streams, whose work would have to be timed separately."""
     monkeypatch.setattr(WindowTimer, "passage", lambda *given: pytest.fail("a passage"))
     results = TaskProfiler(pipe).profile_many([BATCH, 2 * BATCH], **QUICK)
     assert results.loop is not None
@@ -238,7 +238,7 @@ def test_a_profile_of_batches_runs_no_iterations_but_its_visits(
 
 
 def test_state_can_be_given(job: Job, pipe: SWPipeline) -> None:
-    """Then only that state is restored, and an optimizer that steps for the first time."""
+    """Then only that state is restored, and an optimizer at its first step."""
     model, optimizer = job.model, job.optimizer
     weights = copy.deepcopy(model.state_dict())
 
@@ -255,7 +255,7 @@ def test_state_can_be_given(job: Job, pipe: SWPipeline) -> None:
 
 
 def test_copies_for_tasks_that_modify_the_batch() -> None:
-    """The batch that was given is untouched."""
+    """The given batch is not modified."""
     batch = torch.zeros(1)
 
     def modify(ctx: IterContext) -> None:

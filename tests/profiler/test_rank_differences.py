@@ -1,4 +1,4 @@
-"""How ranks differ is found again in tables that were drawn so."""
+"""Differences between ranks are found in tables that were drawn with them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEETS = ("exchange",)
 
 
 def measured(rank: int, *, jitter: float = 0.05, longer_us: float = 0.0) -> CostModel:
-    """The tables of a rank: 5% jitter, 4% of the reads five times as long."""
+    """Return the tables of a rank with 5% jitter, and 4% of the reads five times as long."""
     rng = np.random.default_rng(rank)
     sigma = np.sqrt(np.log1p(jitter**2))
     factor = np.exp(rng.normal(-(sigma**2) / 2, sigma, ITERATIONS))
@@ -41,7 +41,7 @@ def measured(rank: int, *, jitter: float = 0.05, longer_us: float = 0.0) -> Cost
 
 
 def test_jitter_and_slow_iterations_are_those_of_the_tables() -> None:
-    """Within what 480 iterations tell; costs are without what is told apart."""
+    """They agree within the accuracy of 480 iterations; costs do not include either."""
     found = rank_differences([measured(0), measured(1)], MEETS)
     assert found.ranks.number == 2
     assert found.ranks.jitter == pytest.approx(0.05, abs=0.006)
@@ -55,14 +55,14 @@ def test_jitter_and_slow_iterations_are_those_of_the_tables() -> None:
 
 
 def test_a_collective_costs_what_it_takes_the_rank_that_waits_least() -> None:
-    """The others wait in it, which is no cost of its own, and makes them no stragglers."""
+    """The others wait in it, which is no cost of their own, and makes them no stragglers."""
     found = rank_differences([measured(0), measured(1)], MEETS)
     assert found.costs.tasks["exchange"].host_us == 500
     assert found.task != "exchange"
 
 
 def test_the_slowest_rank_and_its_task_are_named() -> None:
-    """Whatever the others wait in."""
+    """It does not matter in which task the others wait."""
     models = [measured(0), measured(1), measured(2, longer_us=2_000)]
     found = rank_differences(models, MEETS)
     assert (found.slowest, found.task) == (2, "train")
@@ -70,14 +70,14 @@ def test_the_slowest_rank_and_its_task_are_named() -> None:
 
 
 def test_ranks_whose_costs_are_known_as_means_differ_in_nothing() -> None:
-    """Nothing is made up."""
+    """No difference is invented."""
     model = CostModel({name: TaskCost(host_us=1_000) for name in PLAN.schedule})
     found = rank_differences([model, model], MEETS)
     assert (found.ranks.jitter, found.ranks.slow, found.longer_us) == (0.0, {}, 0.0)
 
 
 def test_the_forecast_says_what_waits_and_what_takes_it_away() -> None:
-    """On the ranks measured, on 1,024, and with slack; and who is slow."""
+    """It covers the measured ranks, 1,024 ranks, and slack; it names slow ranks."""
     found = rank_differences([measured(0), measured(1, longer_us=1_000)], MEETS)
     forecast = rank_forecast(PLAN, found, streams=False, allowed=lambda plan: True)
     assert forecast.few.slowest_us < forecast.many.slowest_us

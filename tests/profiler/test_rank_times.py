@@ -1,4 +1,4 @@
-"""Several ranks: who is slow, and who waits for whom."""
+"""Several ranks: which is slow, and which waits for which."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TASKS = ("read", "forward", "backward")
 
 
 def rank(number: int, read_ms: float, waits_ms: float) -> RankTimes:
-    """A rank that reads for so long, and waits for so long in the forward's collective."""
+    """Return a rank with this time to read, and to wait in the forward's collective."""
     host_s = {"read": read_ms / 1e3, "forward": (4 + waits_ms) / 1e3, "backward": 4e-3}
     return RankTimes(
         rank=number,
@@ -52,9 +52,10 @@ Rank 2 waits for rank 1: 3.000 ± 0.283 ms per iteration, in forward 3.000; rank
 
 
 def test_the_median_the_worst_and_who_waits_for_whom() -> None:
-    """What takes a rank longer is what others wait for, wherever they do.
+    """Other ranks wait for what takes a rank longer, wherever they wait.
 
-    The forward takes rank 0 longest, since it waits there: that is no reason for anyone to wait.
+    The forward takes rank 0 longest, since it waits there: that is no reason for another rank to
+    wait.
     """
     result = replace(RESULT, ranks=RANKS, collectives=("forward", "backward"))
     for text in (result.format_report(), ProfileResults([result]).format_report()):
@@ -70,7 +71,7 @@ def test_the_median_the_worst_and_who_waits_for_whom() -> None:
 
 
 def test_a_result_says_how_its_ranks_differ() -> None:
-    """For the simulator and the planners: a collective costs what it takes the last to come."""
+    """For the simulator and planners, a collective costs the time of its last rank."""
     differences = replace(RESULT, ranks=RANKS, collectives=("forward", "backward")).differences
     assert differences is not None
     assert differences.ranks.number == 3
@@ -81,7 +82,7 @@ def test_a_result_says_how_its_ranks_differ() -> None:
 
 
 def test_a_difference_within_the_error_is_no_wait() -> None:
-    """Nor is a small part of an iteration, nor a longer read that nobody waits for."""
+    """A small part of an iteration is none either, nor a longer read without a wait."""
     close = (rank(0, 2, 0.2), rank(1, 8, 0.0))
     assert rank_waits(close, ("forward", "backward")) == ()
     noisy = tuple(changed(of, error_s=dict.fromkeys(TASKS, 5e-3)) for of in RANKS)
@@ -92,13 +93,13 @@ def test_a_difference_within_the_error_is_no_wait() -> None:
 
 
 def test_one_rank_has_no_view() -> None:
-    """The report says nothing of ranks."""
+    """The report does not mention ranks."""
     assert RESULT.rank_waits == ()
     assert "rank" not in RESULT.format_report()
 
 
 def test_a_damaged_rank_is_refused() -> None:
-    """As other damaged parts are."""
+    """It is refused like other damaged parts."""
     data = json.loads(replace(RESULT, ranks=RANKS).to_json())
     del data["ranks"][1]["tasks"]
     with pytest.raises(ValueError, match=r"a profile result.ranks\[1\] has no tasks"):
@@ -106,7 +107,7 @@ def test_a_damaged_rank_is_refused() -> None:
 
 
 def test_the_rank_that_others_wait_for() -> None:
-    """By the longest wait, since all iterations take as long; without a wait, the slowest."""
+    """It has the longest wait, since all iterations take as long; without a wait, the slowest."""
     result = replace(RESULT, ranks=RANKS, collectives=("forward", "backward"))
     assert waited_for(RANKS, result.rank_waits) == 1
     slower = of_step(RANKS[2], 2 * RANKS[2].baseline_s)

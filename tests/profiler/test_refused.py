@@ -1,4 +1,4 @@
-"""Calls that are refused before any task runs: the call, the error, its words."""
+"""Calls that are refused before any task runs, with the error and its words."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ REFUSED: list[tuple[Call, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("call", "error", "words"), REFUSED)
 def test_what_is_refused(call: Call, error: type[Exception], words: str) -> None:
-    """The error names value, rule and mend."""
+    """The error has the value, the rule and the fix."""
     plan = PipelinePlan({"read": TaskSchedule()}, pipeline_depth=2)
     tasks = [PipelineTask("read", lambda ctx: None)]
     with SWPipeline(plan, tasks, device="cpu") as pipe, pytest.raises(error, match=words):

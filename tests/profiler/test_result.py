@@ -1,4 +1,4 @@
-"""Results print, go to JSON and back, and draw themselves."""
+"""Results print, are saved as JSON and loaded, and draw charts."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ NOTES = """\
 blocks the host: step (0.900 ms)
 not measured: scale, since iterations with its shortcut fail: ValueError: no
 do next: no change is known that promises more than the measurement's error;
-  more seconds, and an idle machine, make that smaller
+  measure longer, or on an idle machine, to reduce the error
 interrupted: not all rounds were measured
 shortcut already, so not measured: forward
 restored afterwards: model (Linear), self.optimizer (SGD)
@@ -107,12 +107,12 @@ restored afterwards: model (Linear), self.optimizer (SGD)
 
 
 def stripped(text: str) -> list[str]:
-    """Lines without what pads their ends."""
+    """Return lines without trailing spaces."""
     return [line.rstrip() for line in text.splitlines()]
 
 
 def test_the_table_of_one_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    """Tasks in order, who blocks the host, and whose state was put back."""
+    """It has tasks in order, what blocks the host, and whose state was restored."""
     RESULT.print_report()
     assert stripped(capsys.readouterr().out) == stripped(TABLE)
     assert max(map(len, [*TABLE.splitlines(), *SIDE_BY_SIDE.splitlines()])) <= 80  # of a terminal
@@ -121,7 +121,7 @@ def test_the_table_of_one_batch(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_tables_side_by_side() -> None:
-    """Columns per batch, two abreast; a task that a batch did not measure is left empty."""
+    """There are columns per batch, two at a time; a task without a measurement is empty."""
     out = io.StringIO()
     several = ProfileResults([RESULT, OTHER])
     several.print_report(out)
@@ -134,7 +134,7 @@ def test_the_tables_side_by_side() -> None:
 
 
 def test_no_share_is_above_100_percent() -> None:
-    """An iteration cannot get shorter by more than it takes; a wide interval says nothing more."""
+    """An iteration cannot get shorter by more than its time, also within a wide interval."""
     wide = changed(
         RESULT,
         raw_s={"read": 0.016, "forward": 0.008, "log": 0.003},
@@ -147,7 +147,7 @@ def test_no_share_is_above_100_percent() -> None:
 
 
 def test_json_and_back(tmp_path: Path) -> None:
-    """A result, and several, come back equal from text and from files."""
+    """One result, and several, are equal when they are read from text and from files."""
     several = ProfileResults([RESULT, OTHER])
     assert ProfileResult.from_json(RESULT.to_json()) == RESULT
     assert ProfileResults.from_json(several.to_json()) == several
@@ -162,7 +162,7 @@ def test_json_and_back(tmp_path: Path) -> None:
 
 
 def test_a_busy_machine_is_told_before_all_else() -> None:
-    """With how much of it others used; a little does not count."""
+    """The message says how much of it others used; a small part does not count."""
     busy = measured(RESULT, other_load=OtherLoad(1.25, 2))
     for text in (busy.format_report(), ProfileResults([RESULT, busy]).format_report()):
         assert text.startswith("the machine is busy: other processes use 1.2 of 2 cores")
@@ -172,7 +172,7 @@ def test_a_busy_machine_is_told_before_all_else() -> None:
 
 
 def test_rows_for_other_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row per batch and task, as CSV, as a data frame and in a notebook."""
+    """There is a row per batch and task, as CSV, as a data frame and in a notebook."""
     several = ProfileResults([RESULT, OTHER])
     rows = list(csv.DictReader(io.StringIO(several.to_csv())))
     assert [(row["batch"], row["task"]) for row in rows] == [
@@ -211,7 +211,7 @@ def test_rows_for_other_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_damaged_result_is_refused(change: dict[str, object]) -> None:
-    """As a wrong value, and before it is compared or printed."""
+    """It is refused like a wrong value, before it is compared or printed."""
     for data in ({**json.loads(RESULT.to_json()), **change}, change, [change]):
         with pytest.raises(ValueError, match="profile result"):
             ProfileResult.from_dict(data)
@@ -220,7 +220,7 @@ def test_a_damaged_result_is_refused(change: dict[str, object]) -> None:
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The place of each part of a JSON value."""
+    """Yield the place of each part of a JSON value."""
     if path:
         yield path
     if isinstance(value, dict | list):
@@ -230,7 +230,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 @pytest.mark.parametrize("wrong", [[], {}, "x", True, None, 1.5])
 def test_a_value_of_another_json_kind_is_refused_or_is_a_result(wrong: object) -> None:
-    """At any place of the file; no other error comes when it is read, compared or shown."""
+    """The value may be anywhere; reading, comparing and printing raise no other error."""
     whole = ProfileResults([measured(RESULT, other_load=OtherLoad(0.5, 2))]).to_json()
     refused = 0
     for path in _places(json.loads(whole)):
@@ -314,7 +314,7 @@ def test_tasks_that_block_the_host(
     ],
 )
 def test_lines_of_the_report(result: ProfileResult, says: str) -> None:
-    """What there is nothing to say of is said, too; and lists are short."""
+    """A line says so if there is nothing to report; lists are short."""
     assert says in " ".join(result.format_report().split())
 
 
@@ -330,14 +330,14 @@ def test_lines_of_the_report(result: ProfileResult, says: str) -> None:
 def test_a_change_counts_if_it_is_beyond_the_interval(
     after_s: float, verdict: str, summary: str
 ) -> None:
-    """Both intervals count, as of independent measurements."""
+    """Both intervals count, since the measurements are independent."""
     diff = RESULT.diff(of_step(RESULT, after_s))
     assert diff.iteration.verdict == verdict
     assert diff.summary == summary
 
 
 def test_profiles_of_several_batches_are_compared_batch_by_batch() -> None:
-    """By their names; profiles of other batches are no answer."""
+    """Batches are matched by name; profiles of other batches are an error."""
     several = ProfileResults([RESULT, OTHER])
     swapped = ProfileResults([OTHER, RESULT])
     assert [diff.of for diff in several.diff(swapped)] == ["batch 0", "batch 1"]
@@ -349,7 +349,7 @@ def test_profiles_of_several_batches_are_compared_batch_by_batch() -> None:
 
 
 def test_two_profiles_are_compared() -> None:
-    """The iteration first; tasks that only one of them has measured have no change."""
+    """The iteration comes first; a task that only one of them has measured has no change."""
     diff = RESULT.diff(OTHER)
     assert diff.iteration.saved is not None
     assert diff.iteration.saved.value_s == pytest.approx(-0.0075)

@@ -1,4 +1,4 @@
-"""Which visits are made, in which order, how many, and what becomes of failures."""
+"""The visits of a profile: their order, their number, and the handling of failures."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ READ, STEP = "read", "step"
 
 
 class Machine:
-    """Stands in for a timer and its pipeline, and notes what is shortcut; a round ends with "|".
+    """A stand-in for a timer and its pipeline that notes shortcuts; a round ends with "|".
 
     Args:
-        takes_s: How long an iteration takes with this kind shortcut, in this visit (from 0).
+        takes_s: The time of an iteration with this kind shortcut, in this visit (from 0).
         raises: Kind to what its visits raise, from visit ``after`` on.
         modified: The kinds whose cache later tasks have modified at the end of a visit.
     """
@@ -88,7 +88,7 @@ class Machine:
         yield
 
     def cycle_shortcuts(self, cycle: int) -> None:
-        """There is one batch."""
+        """Do nothing: there is one batch."""
 
     def check_shortcuts(self) -> None:
         if self.kind in self.modified:
@@ -134,7 +134,7 @@ def measured(
     ticks: list[int] | None = None,
     **changes: Any,
 ) -> Rounds:
-    """What was measured on the machine, after a round of warm-up."""
+    """Return what was measured on the machine after a round of warm-up."""
     counts = Counts(**{"num_warmup": 2, "num_measure": 3, "num_rounds": 3, **changes})
     found = Rounds(machine, counts, machine.restore)
     with pytest.MonkeyPatch.context() as patch:
@@ -145,7 +145,7 @@ def measured(
 
 
 def test_each_kind_is_visited_once_per_round_in_another_order() -> None:
-    """Between visits without a shortcut; before the first round, iterations warm up."""
+    """Between visits there is no shortcut; before the first round, iterations warm up."""
     kinds: list[Kind] = [*"abcdef"]
     machine = Machine()
     found = measured(machine, kinds, num_rounds=4)
@@ -177,7 +177,7 @@ def test_a_machine_that_gets_slower_does_not_change_what_is_saved() -> None:
 
 
 def test_a_time_limit_is_kept() -> None:
-    """At least two rounds; then as many as are over within the time."""
+    """There are at least two rounds; then as many as end within the time."""
     assert len(measured(Machine(), [READ], seconds=1e-9).completed) == 2
     machine = Machine()
     found = measured(machine, [READ], seconds=200.0)
@@ -281,7 +281,7 @@ def test_on_several_ranks_nothing_is_in_flight_between_visits(
 
 
 def test_an_interrupt_keeps_the_rounds_that_are_whole() -> None:
-    """From the second one on."""
+    """It keeps them from the second one on."""
     with pytest.raises(KeyboardInterrupt):
         measured(Machine(raises={READ: KeyboardInterrupt()}, after=7), [READ, STEP])
     machine = Machine(raises={READ: KeyboardInterrupt()}, after=11)

@@ -1,4 +1,4 @@
-"""Which batches are measured, how long visits are, and what is said of it."""
+"""The batches that are measured, the length of visits, and the text about both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.virtual_clock import TimedHost
 
 
 def test_a_list_is_sampled_in_blocks_from_its_beginning_to_its_end() -> None:
-    """Each long enough for what comes every tenth time; a shorter list is gone through as it is."""
+    """Each is long enough for what comes every tenth time; a shorter list is used as it is."""
     assert [*Sample.of(range(MOST))] == [*range(MOST)]
     sample = Sample.of(range(5_000))
     assert (len(sample), sample.given) == (MOST, 5_000)
@@ -35,10 +35,10 @@ def test_a_list_is_sampled_in_blocks_from_its_beginning_to_its_end() -> None:
 
 
 def test_what_was_not_seen_is_said() -> None:
-    """Of an iterator that goes on, of a long list, and of a single batch."""
+    """This concerns an iterator that continues, a long list, and a single batch."""
     endless = Sample.of(iter(range(10**6)))
     assert (len(endless), endless.given) == (MOST, 0)
-    assert "of what comes later nothing is known" in endless.coverage(50)
+    assert "nothing is known of later ones" in endless.coverage(50)
     assert Sample.of(iter("abc")).given == 3
     assert Sample.of("abc").coverage(9) == "All 3 batches were seen, in 9 iterations."
     assert Sample.of(range(5_000)).coverage(200).startswith("200 of 5000 batches were seen")
@@ -48,7 +48,7 @@ def test_what_was_not_seen_is_said() -> None:
 
 
 def test_sections_are_batches_in_a_row_from_all_over_the_sample() -> None:
-    """In no turn those of another one, however many turns there are."""
+    """No section has the batches of another one, for any number of visits."""
     sample = Sample.of(range(100))
     sections = [sample.section(turn, 5) for turn in range(6)]
     for section in sections:
@@ -62,14 +62,14 @@ def test_sections_are_batches_in_a_row_from_all_over_the_sample() -> None:
 
 
 def test_a_passage_has_whole_passes_where_they_fit() -> None:
-    """Those of the loader, if it says how long they are."""
+    """They are passes of the loader, if it has a length."""
     sample = Sample.of(range(40))
     assert [sample.iterations(most) for most in (240, 100, 30)] == [240, 80, 30]
     assert [sample.iterations(most, 48) for most in (240, 100, 30)] == [240, 96, 30]
 
 
 def test_a_visit_is_as_long_as_the_loop_needs() -> None:
-    """Until the mean does not depend on the place: of a step, and of each task's time."""
+    """The means of the step and of each task do not depend on the place then."""
     assert visit_length([5.0] * 60, [], 30) == 1
     assert visit_length([14.0, 34.0] * 30, [], 30) == 2
     assert visit_length([*[10.0] * 9, 70.0] * 6, [], 30) == 10
@@ -78,7 +78,7 @@ def test_a_visit_is_as_long_as_the_loop_needs() -> None:
 
 
 def test_how_iterations_differ_is_said() -> None:
-    """The median, the 95th percentile, and what comes every so many steps."""
+    """It has the median, the 95th percentile, and what comes every so many steps."""
     assert pattern_of([5.0] * 40) == ""
     text = pattern_of([*[0.010] * 9, 0.080] * 4)
     assert text == "median 10.0 ms, 95th percentile 80.0 ms; one in 10 takes 70.0 ms more"
@@ -90,7 +90,7 @@ TAKES_MS = {"augment": (20, 0, 8), "train": (1, 30, 5)}
 
 @pytest.fixture
 def uneven(host: TimedHost) -> list[PipelineTask]:
-    """Two tasks; what the second takes depends on what the first one made."""
+    """Two tasks; the second one's time depends on the first one's result."""
 
     def augment(ctx: IterContext) -> None:
         host.sleep(TAKES_MS["augment"][ctx.batch] / 1e3)
@@ -105,7 +105,7 @@ def uneven(host: TimedHost) -> list[PipelineTask]:
 def test_the_result_of_many_batches_is_of_the_loop_and_of_each(
     host: TimedHost, uneven: list[PipelineTask]
 ) -> None:
-    """A replay leaves what the task made of the batch at hand: others take what they always do."""
+    """A replay leaves the task's result for the current batch: others take their usual time."""
     with SWPipeline(PipelinePlan.serial(uneven), uneven, device="cpu") as pipe:
         results = TaskProfiler(pipe).profile_many(range(3), 1, 3, 2)
     loop = results.loop
@@ -144,7 +144,7 @@ def test_what_comes_every_tenth_time_is_not_laid_to_other_tasks(host: TimedHost)
 def test_a_loop_is_profiled_under_a_plan_over_all_its_batches(
     host: TimedHost, uneven: list[PipelineTask]
 ) -> None:
-    """Augmenting the next batch beside training: what is left is what neither hides."""
+    """The next batch is augmented during training: what is left is what neither hides."""
     plan = PipelinePlan(
         {"augment": TaskSchedule(thread_group="io"), "train": TaskSchedule(stage=1)},
         deps=[("train", "augment")],
@@ -160,7 +160,7 @@ def test_a_loop_is_profiled_under_a_plan_over_all_its_batches(
 def test_a_profile_of_a_loop_has_as_many_rounds_as_fit(
     host: TimedHost, uneven: list[PipelineTask]
 ) -> None:
-    """Into the time that is given, after the iterations in their order."""
+    """They fit into the given time, after the iterations in their order."""
     with SWPipeline(PipelinePlan.serial(uneven), uneven, device="cpu") as pipe:
         begin_s = host.perf_counter()
         result = TaskProfiler(pipe).profile_loop(range(3), num_rounds=None, seconds=20.0)
@@ -171,7 +171,7 @@ def test_a_profile_of_a_loop_has_as_many_rounds_as_fit(
 def test_all_ranks_make_visits_of_one_length(
     uneven: list[PipelineTask], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The longest that any of them needs: here another rank needs all four batches."""
+    """It is the longest that any of them needs: here another rank needs all four batches."""
 
     def gathered(own: float) -> list[float]:
         return [own, 4 if isinstance(own, int) else own]

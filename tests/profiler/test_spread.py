@@ -25,20 +25,20 @@ from swpipe.profiler.spread import (
 
 
 def test_students_distribution() -> None:
-    """Against its table."""
+    """The values are those of its table."""
     for freedom, point in ((1, 12.706), (2, 4.303), (5, 2.571), (10, 2.228), (1000, 1.962)):
         assert student_95(freedom) == pytest.approx(point, rel=0.005)
 
 
 def test_more_rounds_make_the_interval_narrower() -> None:
-    """The mean of four, with Student's factor for three degrees of freedom."""
+    """It is the mean of four, with Student's factor for three degrees of freedom."""
     found = mean_of([1.0, 2.0, 3.0, 2.0])
     assert found.value_s == 2.0
     assert found.spread_s == pytest.approx(3.18 * math.sqrt(2 / 3) / 2)
 
 
 def test_the_noise_of_others_shows_in_the_spread() -> None:
-    """Three equal differences do not mean certainty if the other kinds are noisy."""
+    """Three equal differences are no certainty if the other kinds are noisy."""
     found = time_saved({"quiet": [6.0, 6.0, 6.0], "noisy": [6.0, 9.0, 7.0]})
     assert found["quiet"].spread_s > 1.0
     assert found["quiet"].value_s == 6.0
@@ -52,7 +52,7 @@ def test_a_noisy_task_has_a_larger_spread() -> None:
 
 
 def noisy_machine(chance: random.Random) -> list[float]:
-    """Iterations of 10 ms on a machine that drifts within seconds, with slow ones now and then."""
+    """Return iterations of about 10 ms on a machine with drift, and some slow ones."""
     drift, times = 0.0, []
     for _ in range(600):
         drift += chance.gauss(0, 0.1) - 0.02 * drift
@@ -62,7 +62,7 @@ def noisy_machine(chance: random.Random) -> list[float]:
 
 
 def test_a_task_that_costs_nothing_reads_zero_in_95_of_100_profiles() -> None:
-    """Under drift and outliers, and neither much more seldom nor more often."""
+    """Drift and outliers are present; it happens neither much less nor more often."""
     rounds = 4
     chance = random.Random(rounds)
     kinds: list[Kind] = [*"abcdefgh"]
@@ -83,7 +83,7 @@ def test_a_task_that_costs_nothing_reads_zero_in_95_of_100_profiles() -> None:
 
 
 def test_visits_and_their_differences() -> None:
-    """Every three between two without a shortcut."""
+    """Every three visits are between two without a shortcut."""
     names: list[Kind] = [*"abcd"]
     order = visits(names)
     assert order == [BASE, "a", "b", "c", BASE, "d", BASE]
@@ -100,13 +100,13 @@ def test_visits_and_their_differences() -> None:
 def test_the_time_of_a_replay_is_added(
     saved_s: float, replay_s: float, value_s: float, spread_s: float
 ) -> None:
-    """Other work may hide it, or wait for it: the interval says that this is not known."""
+    """Other work may hide it, or wait for it: the interval includes both."""
     found = between(Estimate(saved_s, 0.1), replay_s)
     assert (found.value_s, found.spread_s) == pytest.approx((value_s, spread_s))
 
 
 def test_differences_of_batches_are_no_uncertainty() -> None:
-    """Of whole passes the means count; a loop that was gone through once has parts."""
+    """The means of whole passes count; a loop with one pass has parts."""
     even = mean_of_loop([14.0, 34.0] * 30, cycle=2)
     assert even == Estimate(24.0, 0.0)
     noisy = mean_of_loop([14.0, 34.0, 15.0, 35.0] * 15, cycle=2)
@@ -118,7 +118,7 @@ def test_differences_of_batches_are_no_uncertainty() -> None:
 
 
 def test_an_interval_of_nothing_is_not_printed() -> None:
-    """Nor one that is nothing in the digits shown."""
+    """An interval that rounds to nothing is not printed either."""
     assert Estimate(0.012, 0.0).text == "12.0"
     assert Estimate(0.012, 0.0006).text == "12.0 ± 0.60"
     assert within(0.000001) == ""

@@ -32,12 +32,12 @@ def tried(
     loader: Any = None,
     batches: Sequence[Any] = (1, 2),
 ) -> dict[str, float]:
-    """The seconds of an iteration under each plan, in one turn."""
+    """Return the seconds of an iteration under each plan, in one turn."""
     return Loop(tasks, batches, "cpu", loader=loader).try_round(plans, 0, Window(2, 6))
 
 
 def test_the_result_is_the_iteration_time_under_each_plan(host: TimedHost) -> None:
-    """Tasks of 4 and 3 ms, one after the other or at the same time."""
+    """Tasks of 4 and 3 ms run one after the other or at the same time."""
     tasks = sleepers(host, read=4, work=3)
     took_s = tried(tasks, {"serial": SERIAL, "beside": BESIDE})
     assert list(took_s) == ["serial", "beside"]
@@ -45,7 +45,7 @@ def test_the_result_is_the_iteration_time_under_each_plan(host: TimedHost) -> No
 
 
 def test_a_loader_is_called_in_each_iteration(host: TimedHost) -> None:
-    """It takes 5 ms, on the caller's thread or beside the tasks."""
+    """It takes 5 ms, on the caller's thread or in parallel with the tasks."""
     tasks = sleepers(host, read=4, work=3)
     plans = {"serial": SERIAL, "pulled ahead": replace(SERIAL, pull_group="loader")}
     took_s = tried(tasks, plans, InTurn(host, 5, length=1))
@@ -53,7 +53,7 @@ def test_a_loader_is_called_in_each_iteration(host: TimedHost) -> None:
 
 
 def test_plans_are_tried_in_turns() -> None:
-    """The second turn begins with the plan that the first one ended with: none is always first."""
+    """The second turn begins with the last plan of the first one: none is always first."""
     threads: list[str] = []
 
     def read(ctx: IterContext) -> None:
@@ -83,13 +83,13 @@ MEASURES: dict[str, Callable[[list[PipelineTask], Any], object]] = {
 
 
 def running() -> set[threading.Thread]:
-    """The threads that run, but for those that watch bars of progress."""
+    """Return the running threads, except those of progress bars."""
     return {thread for thread in threading.enumerate() if not isinstance(thread, TMonitor)}
 
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_whatever_is_measured_trained_state_is_restored(measure: str) -> None:
-    """Also when a task fails; no thread stays."""
+    """It is restored after a failure, too; no thread remains."""
     model = torch.nn.Linear(2, 2)
     before = model.weight.detach().clone()
     threads = running()

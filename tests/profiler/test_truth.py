@@ -1,6 +1,6 @@
-"""Exposed times against known truth: tasks that sleep on a virtual clock, alone and overlapped.
+"""Exposed times compared with known truth: tasks that sleep on a virtual clock, also overlapped.
 
-``bench.exposed`` asks the same of a real clock.
+``bench.exposed`` does the same on a real clock.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ COUNTS = {"num_warmup": 1, "num_measure": 3, "num_rounds": 3}
 
 
 def profiled(plan: PipelinePlan, tasks: list[PipelineTask], *, pipelined: bool) -> ProfileResult:
-    """A profile of tasks that do not care what the batch is."""
+    """Return a profile of tasks that ignore the batch."""
     with SWPipeline(plan, tasks, device="cpu") as pipe:
         return TaskProfiler(pipe).profile(None, pipelined=pipelined, **COUNTS)
 
 
 def exactly(**milliseconds: float) -> dict[str, object]:
-    """Seconds by task, but for rounding."""
+    """Return seconds by task, up to rounding."""
     return {name: pytest.approx(ms / 1e3, abs=1e-12) for name, ms in milliseconds.items()}
 
 
 def spreads_s(result: ProfileResult) -> dict[str, float]:
-    """The half-widths of the intervals of exposed times."""
+    """Return the half-widths of the intervals of exposed times."""
     return {name: exposed.spread_s for name, exposed in result.exposures.items()}
 
 
@@ -69,7 +69,7 @@ def test_under_the_plan_with_three_thread_groups(host: TimedHost) -> None:
 
 
 def test_a_task_that_is_slow_now_and_then_costs_its_mean(host: TimedHost) -> None:
-    """Reads of 1 ms, and 40 ms every eighth time; a median would say 1 ms."""
+    """Reads take 1 ms, and 40 ms every eighth time; a median would say 1 ms."""
     ran: list[int] = []
 
     def read(ctx: IterContext) -> None:
@@ -88,7 +88,7 @@ def test_a_task_that_is_slow_now_and_then_costs_its_mean(host: TimedHost) -> Non
 
 
 def test_a_replay_that_takes_time_does_not_change_the_result(host: TimedHost) -> None:
-    """Restoring the state of a read of 6 ms takes 2 ms, which a plan may hide, or not."""
+    """Restoring the state of a read of 6 ms takes 2 ms, which a plan may or may not hide."""
     io = DeclaredIO(lambda: None, lambda _: host.sleep(2e-3))
     read = PipelineTask("read", sleeper(host, 6), (io,))
     tasks = [read, *sleepers(host, train=3)]
@@ -105,7 +105,7 @@ def test_a_replay_that_takes_time_does_not_change_the_result(host: TimedHost) ->
 def test_device_work_is_exposed_as_far_as_no_other_stream_hides_it(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """6 ms on a stream beside 8 ms: serially both are exposed, under the plan the difference."""
+    """For 6 ms and 8 ms on two streams, both are exposed serially, then only the difference."""
     device = TimedDevice(host)
     tell_time(monkeypatch, host, device)
     tasks = [
@@ -127,7 +127,7 @@ def test_device_work_is_exposed_as_far_as_no_other_stream_hides_it(
 def test_a_task_that_waits_for_its_device_work_blocks_the_host(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that only launches does not."""
+    """A task that only launches does not."""
     device = TimedDevice(host)
     tell_time(monkeypatch, host, device)
     tasks = [
@@ -140,7 +140,7 @@ def test_a_task_that_waits_for_its_device_work_blocks_the_host(
 
 
 def test_what_a_task_saves_in_others_is_told(host: TimedHost) -> None:
-    """A forward whose outputs are restored leaves less to the backward."""
+    """A forward whose outputs are restored leaves less work to the backward."""
 
     def backward(ctx: IterContext) -> None:
         host.sleep(1e-3 if "forward" in pipe.shortcut_tasks else 5e-3)

@@ -22,12 +22,12 @@ from tests.support.plans_for_tests import spread
 
 
 def lanes(program: Program) -> dict[str, list[str]]:
-    """Group to task names, in lane order."""
+    """Return the task names of each group, in lane order."""
     return {lane.group: [ins.task for ins in lane.instructions] for lane in program.lanes}
 
 
 def host_waits(ins: Instruction) -> set[tuple[str, int]]:
-    """(producer, lag) of an instruction's host waits."""
+    """Return (producer, lag) of an instruction's host waits."""
     return {(wait.producer, wait.lag) for wait in ins.host_waits}
 
 
@@ -46,7 +46,7 @@ def test_ties_go_to_worker_groups_then_higher_stages_then_declaration() -> None:
 
 
 def next_batch(**dist: Any) -> PipelinePlan:
-    """A step that reads and exchanges the next batch on threads of their own while it trains."""
+    """Return a plan that reads and exchanges the next batch on two threads while it trains."""
     return PipelinePlan(
         schedule={
             "read": TaskSchedule(thread_group="io"),
@@ -59,7 +59,7 @@ def next_batch(**dist: Any) -> PipelinePlan:
 
 @pytest.mark.parametrize("turns", [{}, {"globally_ordered": False, "stream": "net"}])
 def test_training_does_not_wait_for_the_input_of_a_later_batch(turns: dict[str, Any]) -> None:
-    """The exchange of a batch that is read in the same period takes its turn after training."""
+    """The exchange of a batch that is read in the same period comes after training."""
     plan = next_batch(**turns)
     train = replace(plan.schedule["train"], stream="net") if turns else plan.schedule["train"]
     plan = replace(plan, schedule={**plan.schedule, "train": train})
@@ -75,12 +75,12 @@ def test_training_does_not_wait_for_the_input_of_a_later_batch(turns: dict[str, 
     ],
 )
 def test_an_exchange_whose_input_is_there_overlaps_with_training(dist: dict[str, Any]) -> None:
-    """It takes its turn first, so that it is under way while this batch is trained."""
+    """It comes first, so that it is in progress while the model trains on this batch."""
     assert list(resolve_plan(next_batch(**dist)).period_order)[-1] == "train"
 
 
 def through_the_host(**count: Any) -> PipelinePlan:
-    """A task of the host alone between two tasks on streams, and one that counts."""
+    """Return a plan with host tasks between tasks on streams."""
     return PipelinePlan(
         schedule={
             "make": TaskSchedule(stream="make"),
@@ -94,7 +94,7 @@ def through_the_host(**count: Any) -> PipelinePlan:
 
 
 def test_a_task_of_the_host_alone_has_no_event() -> None:
-    """Nobody waits for the stream that it would have had."""
+    """No task waits for the stream that it would have had."""
     program = compile_plan(resolve_plan(through_the_host()), streams=True)
     for name in ("name", "count"):
         assert not program.instructions[name].record
@@ -104,7 +104,7 @@ def test_a_task_of_the_host_alone_has_no_event() -> None:
 
 
 def test_whoever_comes_after_a_task_of_the_host_alone_waits_for_what_it_came_after() -> None:
-    """Event waits lead through such tasks, and events are held for the sum of the distances."""
+    """Event waits pass through such tasks, and events are held for the sum of the distances."""
     program = compile_plan(resolve_plan(through_the_host()), streams=True)
     assert EventWait("make", 2) in program.instructions["use"].event_waits
     assert program.ring == program.depth + 2
@@ -118,7 +118,7 @@ def test_whoever_comes_after_a_task_of_the_host_alone_waits_for_what_it_came_aft
 
 
 def test_many_tasks_of_the_host_alone_that_wait_for_each_other_compile() -> None:
-    """Of the paths through them the shortest counts; their number grows beyond all measure."""
+    """The shortest path counts; the number of paths grows exponentially."""
     names = [f"h{n}" for n in range(9)]
     plan = PipelinePlan(
         schedule={
@@ -134,7 +134,7 @@ def test_many_tasks_of_the_host_alone_that_wait_for_each_other_compile() -> None
 
 
 def test_tasks_of_the_host_alone_have_no_stream_in_common() -> None:
-    """They are submitted in no order, as they would be on a stream that they both name."""
+    """Their order is free, unlike that of tasks on a named stream."""
     program = compile_plan(resolve_plan(through_the_host(thread_group="aux")), streams=True)
     crossing = [w for ins in program.instructions.values() for w in ins.host_waits]
     assert {w.producer for w in crossing} <= {ADMIT, "make", "name", "count", "use"}
@@ -157,7 +157,7 @@ def test_the_plans_own_order_decides_first() -> None:
 
 
 def test_no_event_wait_is_implied_by_the_one_for_the_batch() -> None:
-    """Batches from the host have no event, so that a way through the admission orders nothing."""
+    """Batches from the host have no event, so that a path through the admission orders nothing."""
     plan = PipelinePlan(
         schedule={"read": TaskSchedule(1), "write": TaskSchedule(0, stream="side")},
         cross_iter_deps=[("write", "read", 1)],
@@ -195,7 +195,7 @@ def test_a_device_has_older_iterations_work_before_the_host_waits_to_admit(
 def test_a_stream_object_is_another_stream_than_the_callers_or_a_named_one(
     other: str | None,
 ) -> None:
-    """``torch.Stream != None`` is False in torch; the compiler is not taken in."""
+    """``torch.Stream != None`` is False in torch; the compiler handles this."""
     mine = torch.Stream(stream_id=3, device_index=0, device_type=1)
     plan = PipelinePlan(
         schedule={"make": TaskSchedule(0, mine), "use": TaskSchedule(0, other)},
@@ -223,7 +223,7 @@ def test_without_streams_there_are_no_events_and_no_stream_order() -> None:
 
 
 def test_more_depth_lets_workers_run_ahead_of_the_caller() -> None:
-    """Each iteration more moves the tasks one period behind their admission."""
+    """Each additional iteration moves the tasks one period behind their admission."""
     plan = replace(spread(), pipeline_depth=6)
     program = compile_plan(resolve_plan(plan), streams=False).instructions
     assert host_waits(program["h2d"]) == {(ADMIT, 2)}
@@ -259,7 +259,7 @@ def test_an_older_iteration_is_implied_by_a_newer_one(distance: int) -> None:
 
 
 def test_a_wait_for_the_future_of_another_iteration_is_never_dropped() -> None:
-    """An edge of negative distance binds iterations that others do not, so it stays."""
+    """An edge of negative distance binds iterations that others do not; therefore it stays."""
     plan = PipelinePlan(
         schedule={
             "prefetch": TaskSchedule(stage=0, stream="s"),
@@ -273,7 +273,7 @@ def test_a_wait_for_the_future_of_another_iteration_is_never_dropped() -> None:
 
 
 def test_a_later_task_of_a_stream_stands_for_an_earlier_one() -> None:
-    """Also where it works on an older iteration: the stream did the earlier one before that."""
+    """It may work on an older iteration: the stream did the earlier task before that."""
     plan = PipelinePlan(
         {
             "a": TaskSchedule(0, stream="one"),
@@ -288,7 +288,7 @@ def test_a_later_task_of_a_stream_stands_for_an_earlier_one() -> None:
 
 
 def test_whether_a_worker_is_past_an_iteration_is_always_known() -> None:
-    """One that fails waits for those before it, also where nobody else waits for their last task.
+    """A failing worker waits for those before it, also if no other task waits for them.
 
     That is implied here: before retirement the worker has come to its next iteration.
     """

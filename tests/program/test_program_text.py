@@ -60,19 +60,19 @@ GOLDEN = {
 
 
 def text_of(plan: PipelinePlan, *, streams: bool) -> str:
-    """The program of a plan."""
+    """Return the program of a plan as text."""
     return format_program(compile_plan(resolve_plan(plan), streams=streams))
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_a_program_prints_as_expected(name: str) -> None:
-    """Of plans that a reader knows."""
+    """The plans are known to the reader."""
     plan, streams, expected = GOLDEN[name]
     assert text_of(plan, streams=streams) == expected.strip()
 
 
 def test_names_other_than_words_are_quoted() -> None:
-    """A stream object is told by its number."""
+    """A stream object has its number."""
     schedule = {"a b": TaskSchedule(stream=torch.Stream(device="cpu"), thread_group="x: y")}
     text = text_of(PipelinePlan(schedule), streams=True)
     assert '"a b"@0 ["torch.Stream(' in text
@@ -80,7 +80,7 @@ def test_names_other_than_words_are_quoted() -> None:
 
 
 def test_a_pipeline_prints_its_program() -> None:
-    """For its own device, or for another kind."""
+    """It is that of its own device, or of another kind."""
     with SWPipeline(piped(), tasks(), device="cpu") as pipe:
         assert pipe.format_program() == THREE_STAGES_ON_CPU.strip()
         assert pipe.format_program(streams=True) == THREE_STAGES.strip()

@@ -1,4 +1,4 @@
-"""The clock of these tests, and the report on a loop that waits for its input."""
+"""The clock of these tests, and the report on a loop that is bound by its input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.virtual_clock import TimedHost, tell_time
 
 @pytest.fixture(scope="session")
 def waiting() -> StepReport:
-    """Decoding takes 12 ms, training 7, and a log waits for 1."""
+    """The report on a loop of 12 ms to decode, 7 ms to train, and a log that waits for 1 ms."""
     with pytest.MonkeyPatch.context() as patch:
         host = TimedHost()
         tell_time(patch, host)

@@ -1,4 +1,4 @@
-"""What is found in a loop, by its profile and serial iterations, without the rest of a report."""
+"""Findings about a loop, from its profile and serial iterations, without a report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swpipe.tuning.autotuning import Loop
 _SEEN = 20  # batches of a loader
 
 _PROFILE_S = 0.3
-"""Seconds of a profile. Without a limit, visits grow where a busy machine makes times vary."""
+"""The limit in seconds for a profile; without it, visits grow on a busy machine."""
 
 
 def examined(
@@ -24,7 +24,7 @@ def examined(
     plan: PipelinePlan | None = None,
     device: Any = None,
 ) -> tuple[Finding, ...]:
-    """Return what keeps these tasks from overlapping, over batches or those of a loader."""
+    """Return the findings about these tasks over batches, or over those of a loader."""
     called = None if isinstance(loader, Sequence) else loader
     batches = loader if isinstance(loader, Sequence) else [*islice(loader, _SEEN)]
     loop = Loop(tasks, batches, device, loader=called)

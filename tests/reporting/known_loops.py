@@ -1,8 +1,8 @@
-"""Loops whose truth is known by construction: the step, what bounds it, and what to do first.
+"""Loops whose truth is known by construction: the step, what bounds it, and the first advice.
 
-They stand on a virtual clock in the tests, and on a real one in ``python -m bench verdicts``. In
-half of them batches differ, in ways that people have: lengths, kinds, bursts, what comes every so
-many steps, files that are read in chunks.
+They run on a virtual clock in the tests, and on a real one in ``python -m bench verdicts``. In half
+of them batches differ, as in practice: lengths, kinds, bursts, work in every so many steps, files
+that are read in chunks.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from swpipe import DeclaredIO, IterContext, PipelinePlan, PipelineTask, TaskSche
 from tests.reporting.loops import Clock, lock_of, take
 
 Ms: TypeAlias = float | Callable[[int], float]
-"""Milliseconds on the CPU, or off it if negative; or those for each batch, by its number."""
+"""Milliseconds on the CPU, or off it if negative; or one number for each batch."""
 
 
 class Case(NamedTuple):
-    """A loop, and what is true of it.
+    """A loop, and the truth about it.
 
     Attributes:
-        tasks: What each takes; "train" and "log" have a state each, "evaluate" that of "train", the
-            others are pure.
+        tasks: The time of each; "train" and "log" have a state each, "evaluate" that of "train",
+            the others are pure.
         loader: Whether it works ahead, the milliseconds of a batch, and if they count those of the
             start of a pass, and the batches of a pass; "calls", with the milliseconds of each call;
             None if batches cost nothing.
-        step: Milliseconds.
-        first: How the advice begins.
+        step: The milliseconds of a step.
+        first: The beginning of the advice.
         saves: Milliseconds that it saves; None if that is not of interest.
-        ahead: Tasks on a thread of their own, a stage ahead.
+        ahead: Tasks on a separate thread, a stage ahead.
         ceiling: Milliseconds that any plan can save at most; None if that is not of interest.
-        batches: How many a pass has.
-        cores: Of the machine.
-        locked: Tasks that hold one lock, of which nobody knows.
+        batches: The number of batches in a pass.
+        cores: The number of cores of the machine.
+        locked: Tasks that hold one undeclared lock.
     """
 
     tasks: Mapping[str, Ms]
@@ -53,12 +53,12 @@ class Case(NamedTuple):
 
 
 def every(period: int, ms: float, otherwise: float = 0.0) -> Callable[[int], float]:
-    """So much for one batch in so many, the last of them."""
+    """Return a function with ``ms`` for the last of every ``period`` batches."""
     return lambda number: ms if number % period == period - 1 else otherwise
 
 
 def length(number: int) -> float:
-    """The length of a sequence, from 0 to 1: many short ones and few long ones, in no order."""
+    """Return the length of a sequence, from 0 to 1: many short and few long ones, in no order."""
     return (number * 0.6180339887 % 1) ** 2
 
 
@@ -206,7 +206,7 @@ CASES = {
 def tasks_of(
     host: Clock, tasks_ms: Mapping[str, Ms], locked: tuple[str, ...] = ()
 ) -> list[PipelineTask]:
-    """Each reads what the one before it made, and takes what it does for this batch."""
+    """Return tasks that each read the previous one's result, and take their time for the batch."""
     found: list[PipelineTask] = []
     clock = ref(host)
     lock = lock_of(host)  # no task has the clock for its state

@@ -12,7 +12,7 @@ from tests.support.virtual_clock import TimedHost
 
 
 class Clock(Protocol):
-    """Takes time, real or virtual; in seconds."""
+    """The interface of a clock, real or virtual; times are in seconds."""
 
     def compute(self, seconds: float) -> None: ...
 
@@ -20,7 +20,7 @@ class Clock(Protocol):
 
 
 def takes(host: Clock, *, computes_ms: float = 0, waits_ms: float = 0) -> Callable[..., None]:
-    """A task's function: on the CPU for so long, then off it.
+    """Return a task's function that computes, and then waits.
 
     It keeps no reference to the clock, whose generator would be taken for a state of the task.
     """
@@ -30,14 +30,14 @@ def takes(host: Clock, *, computes_ms: float = 0, waits_ms: float = 0) -> Callab
 
 
 def take(clock: Clock | None, *, computes_ms: float = 0, waits_ms: float = 0) -> None:
-    """Be on the CPU for so long, then off it."""
+    """Compute for some time, and then wait."""
     assert clock is not None
     clock.compute(computes_ms / 1e3)
     clock.sleep(waits_ms / 1e3)
 
 
 class VirtualLock:
-    """A lock of the program's own, for threads on a virtual clock."""
+    """A lock of the program, for threads on a virtual clock."""
 
     def __init__(self, host: TimedHost) -> None:
         self._host = ref(host)
@@ -54,12 +54,12 @@ class VirtualLock:
 
 
 def lock_of(clock: Clock) -> Any:
-    """A lock for threads on this clock."""
+    """Return a lock for threads on this clock."""
     return VirtualLock(clock) if isinstance(clock, TimedHost) else threading.Lock()
 
 
 class Calls:
-    """A loader whose call for each batch takes what ``ms`` says of its number, off the CPU."""
+    """A loader whose call for a batch waits for the time that ``ms`` gives for its number."""
 
     def __init__(self, clock: Clock, ms: Callable[[int], float], length: int) -> None:
         self.clock, self.ms, self.length = clock, ms, length
@@ -74,7 +74,7 @@ class Calls:
 
 
 class Batches:
-    """A loader whose every call takes a while; not known to be apart from the loop."""
+    """A loader whose calls take time, and that is not known to be apart."""
 
     def __init__(self, host: TimedHost, ms: float) -> None:
         self.host, self.ms = host, ms
@@ -88,7 +88,7 @@ class Batches:
 def image_loop(
     host: TimedHost, *, decode: float, train: float, log: float = 1
 ) -> list[PipelineTask]:
-    """Decode, train, log; in milliseconds of the CPU."""
+    """Return the tasks decode, train and log; times are in milliseconds of the CPU."""
     model = [DeclaredIO(state="model", mode="rw")]
     return [
         PipelineTask("decode", _sets("x", takes(host, computes_ms=decode)), pure=True),

@@ -1,4 +1,4 @@
-"""The verdict names what half of a step is spent on; the ceiling is below every plan's step."""
+"""The verdict names the cause of half of a step; the ceiling is below every plan's step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAN = PipelinePlan(
 
 
 def account(profile: ProfileResult, *, streams: bool = False, cpu_s: float = 0.0) -> StepAccount:
-    """Of a plain loop that takes what the profile says."""
+    """Return the account of a plain loop with the times of the profile."""
     run = simulate(PLAN, profile.costs, streams=profile.on_streams, iterations=12)
     path = run.trace().critical_path()
     return account_of(profile, path, PLAN, streams=streams, cpu_s=cpu_s)
@@ -39,21 +39,21 @@ def account(profile: ProfileResult, *, streams: bool = False, cpu_s: float = 0.0
 def verdict(
     *, read: float, exchange: float, train: float, blocked_s: dict[str, float] | None = None
 ) -> StepVerdict:
-    """On tasks that take so many seconds."""
+    """Return the verdict on tasks that take these seconds."""
     profile = profile_of({"read": read, "exchange": exchange, "train": train})
     profile = changed(profile, blocked_s=blocked_s or {})
     return account(profile).verdict
 
 
 def test_waiting_for_ranks_is_not_input() -> None:
-    """A collective that is off the CPU is one thing, preparing what it sends another."""
+    """Time off the CPU in a collective is one thing, preparing its input another."""
     bound = verdict(read=0.1, exchange=0.6, train=0.3, blocked_s={"exchange": 0.55}).bound
     assert bound == "collective-bound"
     assert verdict(read=0.1, exchange=0.6, train=0.3).bound == "input-bound"
 
 
 def test_where_no_one_thing_takes_half_the_step_is_balanced() -> None:
-    """The sentence says what it does instead."""
+    """The sentence says what the loop does instead."""
     found = verdict(read=0.4, exchange=0.2, train=0.4, blocked_s={"exchange": 0.2})
     assert found.bound == "balanced"
     assert found.why == (
@@ -62,7 +62,7 @@ def test_where_no_one_thing_takes_half_the_step_is_balanced() -> None:
 
 
 def test_a_device_that_waits_for_its_host_makes_a_loop_host_bound() -> None:
-    """Time on a thread computes where there are no streams, and holds up the device elsewhere."""
+    """A thread's time is computation without streams, and delays the device otherwise."""
     profile = profile_of({"read": 0.1, "exchange": 0.1, "train": 0.8})
     on_device = changed(profile, device_s={"train": 0.1})
     assert account(profile).verdict.bound == "compute-bound"
@@ -90,7 +90,7 @@ def test_the_ceiling_is_what_the_longest_chain_or_the_cores_leave(
 
 
 def test_what_threads_of_libraries_compute_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task that waits for them is off the CPU, and two ranks were told of 35% to gain."""
+    """A task that waits for them is off the CPU; two ranks were once promised 35%."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     profile = profile_of({"read": 0.3, "exchange": 0.3, "train": 0.4})
     waits = changed(profile, blocked_s={"read": 0.3, "exchange": 0.3, "train": 0.0})
@@ -99,7 +99,7 @@ def test_what_threads_of_libraries_compute_counts(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_loader_that_works_ahead_sets_the_floor() -> None:
-    """No plan makes it faster; one that is called in turn can have a thread."""
+    """No plan makes it faster; a loader that takes turns can get a thread."""
     profile = profile_of({"read": 0.3, "exchange": 0.3, "train": 0.4})
     waits = changed(profile, blocked_s=profile.host_s)
     for works_ahead, saved_s in ((True, 0.3), (False, 0.6)):
@@ -110,7 +110,7 @@ def test_a_loader_that_works_ahead_sets_the_floor() -> None:
 
 
 def test_the_start_of_a_pass_is_a_part_of_the_step() -> None:
-    """The others are what is left: together they are the step."""
+    """The others are the remainder: together they are the step."""
     profile = profile_of({"read": 0.3, "exchange": 0.3, "train": 0.4})
     pace = LoaderPace(0.1, 0.25, True, 0, False)
     parts = account(replace(profile, loader=pace)).parts
@@ -125,13 +125,13 @@ def test_the_start_of_a_pass_is_a_part_of_the_step() -> None:
 def test_a_ceiling_is_worth_it_beyond_noise_and_a_few_percent(
     saved_s: float, spread_s: float, worth: bool
 ) -> None:
-    """Of a step of a second."""
+    """The figures are for a step of a second."""
     ceiling = Ceiling(Estimate(1.0, spread_s), 1 - saved_s)
     assert ceiling.is_worth_it == worth
 
 
 def test_a_promise_is_kept_where_the_intervals_meet() -> None:
-    """And nothing is said where it was not tried."""
+    """Nothing is printed if it was not tried."""
     advice = Advice("move", "read", Estimate(0.010, 0.002), "thread 'io'", "", PLAN)
     assert PromisedChange(advice).kept is None
     assert PromisedChange(advice, Estimate(0.007, 0.001)).kept

@@ -1,4 +1,4 @@
-"""What the machine, the environment and torch's settings show, without a loop."""
+"""Findings from the machine, the environment and torch's settings, without a loop."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CORES = len(os.sched_getaffinity(0))
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of this machine is not examined."""
+    """Hide the environment of this machine."""
     bare_environment(monkeypatch)
 
 
 def findings() -> list[Finding]:
-    """Return what is found on this machine without a plan."""
+    """Return the findings on this machine without a plan."""
     return list(environment_findings(resolve("cpu"), None, 0))
 
 
@@ -65,7 +65,7 @@ def test_too_many_threads(
     workers: int,
     places: list[str],
 ) -> None:
-    """Of torch, of the loader, of the plan, and of all of them together."""
+    """They are of torch, of the loader, of the plan, or of all of them together."""
     monkeypatch.setattr(swpipe.reporting.environment, "cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     found = list(environment_findings(resolve("cpu"), plan, workers))
@@ -73,13 +73,13 @@ def test_too_many_threads(
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one rank starts, all ranks of the machine start."""
+    """Every rank of the machine starts the same threads."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(CORES + 1))
     assert [one.place for one in findings()] == ["torch's intra-op threads"]
 
 
 def test_settings_that_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of torch, Python and OpenMP; those of CUDA's are no fault of a loop on the CPU."""
+    """They are of torch, Python and OpenMP; those of CUDA do not concern a loop on the CPU."""
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     with (

@@ -27,12 +27,12 @@ CORES = len(os.sched_getaffinity(0))
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of this machine is not examined."""
+    """Hide the environment of this machine."""
     bare_environment(monkeypatch)
 
 
 def training() -> list[PipelineTask]:
-    """A small model in training; a pure task before it."""
+    """Return a pure task, and the training of a small model."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -55,17 +55,17 @@ def training() -> list[PipelineTask]:
 
 
 def waiting(host: TimedHost) -> PipelineTask:
-    """The longest task by the host's clock."""
+    """Return a task that waits longest on the host's clock."""
     return PipelineTask("wait", sleeper(host, 5))
 
 
 def batches() -> list[Tensor]:
-    """In memory."""
+    """Return batches in memory."""
     return list(torch.ones(3, 4, 8))
 
 
 def of_data(**options: Any) -> DataLoader[Any]:
-    """The same by torch's loader, in passes so long that few begin: each begins workers."""
+    """Return torch's loader of such batches, with long passes, since each one starts workers."""
     return DataLoader(TensorDataset(torch.ones(4096, 8)), batch_size=4, **options)
 
 
@@ -73,7 +73,7 @@ def of_data(**options: Any) -> DataLoader[Any]:
 
 
 def test_a_clean_loop_with_a_worker_has_no_findings(host: TimedHost) -> None:
-    """Of a loader's workers the loop's thread only takes batches; a plan has its threads."""
+    """The loop's thread only takes the workers' batches; a plan has its threads."""
     tasks = [*training(), waiting(host)]
     plan = PipelinePlan(
         {t: TaskSchedule(thread_group="io" if t.name == "decode" else "default") for t in tasks}
@@ -88,13 +88,13 @@ def test_a_clean_loop_with_a_worker_has_no_findings(host: TimedHost) -> None:
 
 
 def test_a_clean_loop_over_a_list_has_no_findings() -> None:
-    """Batches in memory, and reading a loss that is on the host anyway."""
+    """It has batches in memory, and reads a loss that is on the host anyway."""
     log = PipelineTask("log", lambda ctx: ctx.loss.item())
     assert examined([*training(), log], batches()) == ()
 
 
 def test_all_state_is_put_back() -> None:
-    """An examination trains nothing."""
+    """An examination leaves the training as it was."""
     weight = nn.Parameter(torch.ones(8))
 
     def train(ctx: IterContext) -> None:
@@ -110,7 +110,7 @@ def test_all_state_is_put_back() -> None:
 
 
 class Made(Dataset[Tensor]):
-    """Samples that are computed when they are asked for."""
+    """A dataset of samples that are computed when they are indexed."""
 
     def __init__(self, host: TimedHost, ms: float) -> None:
         self._host, self._ms = host, ms
@@ -132,7 +132,7 @@ def test_a_loader_in_this_process_is_found(host: TimedHost) -> None:
 
 
 class Slow(SequentialSampler):
-    """The loop waits 4 ms for each index."""
+    """A sampler that takes 4 ms for each index."""
 
     def __init__(self, host: TimedHost, source: Dataset[Any]) -> None:
         super().__init__(source)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ class Slow(SequentialSampler):
 
 
 def test_workers_that_are_too_slow_are_no_finding(host: TimedHost) -> None:
-    """The loop waits for a loader that works ahead: that is what the advice of the profile says."""
+    """The loop waits for a loader that works ahead: the advice of the profile says so."""
     data = TensorDataset(torch.ones(4096, 8))
     loader = DataLoader(data, 4, sampler=Slow(host, data), num_workers=1)
     assert rules(examined(training(), loader)) == []
@@ -166,7 +166,7 @@ def test_a_task_that_holds_the_interpreter_lock_is_found(
     declared: dict[str, Any],
     is_found: bool,
 ) -> None:
-    """A task that is all Python, if another process could do it: none that trains."""
+    """It is all Python, and another process could run it: a task that trains is none."""
     contender = contend(monkeypatch, host)
 
     def parse(ctx: IterContext) -> None:

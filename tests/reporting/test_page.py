@@ -1,4 +1,4 @@
-"""A report's page holds all that it shows, needs nothing else, and works in a browser."""
+"""A report's page contains all that it shows, needs nothing else, and works in a browser."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ PROBE = """
 
 @pytest.fixture(scope="module")
 def found(waiting: StepReport) -> StepReport:
-    """The report on a loop that waits for its input, as if there were ranks."""
+    """The report on a loop that is bound by its input, with two invented ranks."""
     return replace(waiting, profile=replace(waiting.profile, ranks=tuple(map(_on, (0, 1)))))
 
 
 def _on(rank: int) -> RankTimes:
-    """Rank 1 decodes longer; without that, rank 0 takes less in train, a collective."""
+    """Return the times of a rank: rank 1 decodes longer, and rank 0 waits for it in "train"."""
     host_s = {"decode": 0.012 + 0.004 * rank, "train": 0.007}
     zero = {"decode": 0.0, "train": 0.0}
     less = {"decode": {"train": 0.004 * (1 - rank)}}
@@ -57,7 +57,7 @@ def _on(rank: int) -> RankTimes:
 
 @needs_chromium
 def test_the_page_works_in_a_browser(found: StepReport, tmp_path: Path) -> None:
-    """No error, no request, every element; the charts name the tasks."""
+    """There is no error, no request, and every element; the charts name the tasks."""
     value, errors = seen(found.to_html(), tmp_path, PROBE, *LIGHT, "--window-size=1100,900")
     assert errors == []
     assert "failed" not in value, value
@@ -77,20 +77,20 @@ def test_the_page_works_in_a_browser(found: StepReport, tmp_path: Path) -> None:
 
 @needs_chromium
 def test_the_page_can_be_read_in_the_dark(found: StepReport, tmp_path: Path) -> None:
-    """The charts stay on white."""
+    """The charts stay white in dark mode."""
     value, errors = seen(found.to_html(), tmp_path, PROBE, *DARK)
     assert errors == []
     assert _light(value["paper"]) < 60
 
 
 def _light(color: str) -> float:
-    """How light a color is, from 0 to 255."""
+    """Return the lightness of a color, from 0 to 255."""
     levels = re.findall(r"\d+", color)[:3]
     return sum(map(int, levels)) / 3
 
 
 def test_the_page_needs_nothing_else(found: StepReport) -> None:
-    """All that it refers to is within, pictures too; its plans can be downloaded from it."""
+    """The page contains all that it refers to, including pictures; plans can be downloaded."""
     page = found.to_html()
     markup = re.sub(r"<script.*?</script>|<style.*?</style>", "", page, flags=re.DOTALL)
     refers = re.findall(r'(?:src|href)="([^"]*)"', markup)
@@ -110,14 +110,14 @@ def test_the_page_needs_nothing_else(found: StepReport) -> None:
 
 @pytest.fixture
 def plain_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text in the place of pictures, which take most of the time to make a page."""
+    """Replace pictures by text, since they take most of the time to make a page."""
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
 
 
 @pytest.mark.usefixtures("plain_charts")
 def test_what_users_name_is_shown_as_it_is(found: StepReport) -> None:
-    """A name is no markup, whatever it contains; without matplotlib, charts are text."""
+    """A name is never markup; without matplotlib, charts are text."""
     assert "▌decode" in found.to_html()
     name = 'a<b>&"</script>'
     assert name not in replace(found, name=name).to_html()
@@ -126,7 +126,7 @@ def test_what_users_name_is_shown_as_it_is(found: StepReport) -> None:
 
 @pytest.mark.usefixtures("plain_charts")
 def test_findings_come_before_all_else(found: StepReport) -> None:
-    """Each with its place and its fix."""
+    """Each has its place and its fix."""
 
     class Finding:
         place, text, fix = "loop.py:7, train", ".item() waits for the device", "log every 100"
@@ -139,7 +139,7 @@ def test_findings_come_before_all_else(found: StepReport) -> None:
 
 @pytest.mark.usefixtures("plain_charts")
 def test_a_page_says_which_rank_waits_for_which(found: StepReport) -> None:
-    """And where the worst rank is; without other ranks there is no such section."""
+    """It also says where the worst rank is; without other ranks there is no such section."""
     profile = replace(found.profile, collectives=("train",))
     page = replace(found, profile=profile).to_html()
     assert "Rank 0 waits for rank 1: 4.000" in page
@@ -154,13 +154,13 @@ def test_a_page_says_which_rank_waits_for_which(found: StepReport) -> None:
 
 @pytest.mark.usefixtures("plain_charts")
 def test_a_busy_machine_comes_first(found: StepReport) -> None:
-    """What was measured is too long then."""
+    """The measured times are too long then."""
     busy = replace(found, profile=measured(found.profile, other_load=OtherLoad(1.5, 2)))
     assert "The machine is busy: other processes use 1.5 of 2 cores" in busy.to_html()
     assert "Too busy to tell" in busy.to_html()
     assert str(busy).splitlines()[2:] == [
         "step: 20.0 ms",
-        "Beside other processes, what bounds it and what to change cannot be told.",
+        "Other processes are too busy to tell what bounds it and what to change.",
         "next step: Stop what else runs, or wait for it, and measure again.",
     ]
     assert busy.to_dict()["verdict"] is None
@@ -170,7 +170,7 @@ def test_a_busy_machine_comes_first(found: StepReport) -> None:
 
 @pytest.mark.usefixtures("plain_charts")
 def test_a_promise_that_was_not_kept_is_told(found: StepReport) -> None:
-    """Beside what the trial gave."""
+    """It is next to the result of the trial."""
     first = replace(found.changes[0], tried=Estimate(0.001, 0.0001))
     assert "1.00 ± 0.10 ms, not as promised" in replace(found, changes=(first,)).to_html()
     assert "not as promised" not in found.to_html()
@@ -178,7 +178,7 @@ def test_a_promise_that_was_not_kept_is_told(found: StepReport) -> None:
 
 @pytest.mark.usefixtures("plain_charts")
 def test_a_difference_between_removal_and_part_is_explained(found: StepReport) -> None:
-    """In the row of the task: what hides it, or what it slows."""
+    """The row of the task says what hides it, or what it slows down."""
 
     def page(**raw_ms: float) -> str:
         raw_s = {name: ms / 1e3 for name, ms in raw_ms.items()}

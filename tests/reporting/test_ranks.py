@@ -1,4 +1,4 @@
-"""A report on two ranks: one page about the slowest, with the median and the worst of each task."""
+"""A report on two ranks: one page about the slowest, with median and worst of each task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.virtual_clock import TimedHost, tell_time
 
 
 def _report_on_rank() -> StepReport:
-    """A loop in which rank 1 reads longer, and rank 0 waits for it in a collective."""
+    """Report on a loop in which rank 1 reads longer, and rank 0 waits for it in a collective."""
     rank, host = dist.get_rank(), TimedHost()
 
     @task(pure=True)

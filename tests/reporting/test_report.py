@@ -1,4 +1,4 @@
-"""A report says what bounds a loop, what overlap can gain, and what to do next; and it is so."""
+"""A report says what bounds a loop, what overlap can gain, and what to do next."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MS = 1e-3
 
 
 def test_a_loop_that_waits_for_its_input(waiting: StepReport) -> None:
-    """Verdict, ceiling and next step; and the first advice gives what it promises."""
+    """It has verdict, ceiling and next step; the first advice saves what it promises."""
     found = waiting
     assert found.verdict.bound == "input-bound"
     assert "decode" in found.verdict.why
@@ -65,7 +65,7 @@ def test_a_report_on_a_step_of_100_ms_takes_a_minute_at_most(host: TimedHost) ->
 def test_on_a_busy_machine_a_report_ends_after_the_profile(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is tried, since nothing would follow."""
+    """No plan is tried, since the result would not be reliable."""
     load = SimpleNamespace(others=lambda: OtherLoad(1.5, 2))
     monkeypatch.setattr(swpipe.profiler.rounds, "load_so_far", lambda **given: load)
     said: list[str] = []
@@ -86,7 +86,7 @@ def test_a_step_without_parts_has_nothing_to_make_faster(host: TimedHost) -> Non
 
 
 def test_a_plan_under_which_two_threads_are_busy_is_balanced(host: TimedHost) -> None:
-    """All are named, and have to do less; what overlaps already is not promised again."""
+    """All tasks are named, and have to do less; existing overlap is not promised again."""
     found = report(image_loop(host, decode=10, train=9, log=1), range(8), plan=AHEAD, rounds=2)
     assert found.verdict.bound == "balanced"
     assert "all have to do less" in found.verdict.why
@@ -109,7 +109,7 @@ AHEAD = PipelinePlan(
 def test_a_plan_that_saved_nothing_when_it_was_tried_is_not_the_next_step(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks on two cores were promised 7 ms, lost 2, and were told to do it."""
+    """Two ranks on two cores were promised 7 ms, lost 2, and were still told to use the plan."""
     monkeypatch.setattr(
         autotuning.Loop, "try_round", lambda loop, plans, *given: dict.fromkeys(plans, 20 * MS)
     )
@@ -123,7 +123,7 @@ def test_a_plan_that_saved_nothing_when_it_was_tried_is_not_the_next_step(
 
 
 def test_why_no_plan_is_advised_is_said(host: TimedHost) -> None:
-    """What might be saved, by moving others than the longest task; or what to declare."""
+    """It says what moving other tasks might save, or what to declare."""
     found = report(image_loop(host, decode=1.5, train=17), range(8))
     assert [one for one in found.changes if one.advice.plan] == []
     assert found.why_no_plan == "Another plan might save 1.500 ± 1.800 ms, and may save nothing."
@@ -141,7 +141,7 @@ def test_why_no_plan_is_advised_is_said(host: TimedHost) -> None:
 
 
 def test_the_calls_of_a_loader_are_input(host: TimedHost) -> None:
-    """As much as a task that reads."""
+    """They count as much as a task that reads."""
     loader = Batches(host, ms=30)
     found = report(image_loop(host, decode=1, train=8), range(8), loader=loader, rounds=2)
     assert found.verdict.bound == "input-bound"
@@ -153,7 +153,7 @@ def test_the_calls_of_a_loader_are_input(host: TimedHost) -> None:
 
 
 def test_a_report_leaves_the_state_as_it_was(host: TimedHost) -> None:
-    """Weights are those from before: what was measured was a trial."""
+    """Weights are those from before: the measurements were a trial."""
     weight = torch.zeros(3, requires_grad=True)
 
     @task
@@ -170,7 +170,7 @@ def test_a_report_leaves_the_state_as_it_was(host: TimedHost) -> None:
 @examples("timelines", 25)
 @given(st.lists(st.integers(1, 50), min_size=5, max_size=5), st.data())
 def test_the_parts_of_any_plan_add_up(host_ms: list[int], data: st.DataObject) -> None:
-    """Also where threads run side by side, and the path changes from one to another."""
+    """This includes threads in parallel, with a path that changes from one to another."""
     names = ("read", "decode", "forward", "backward", "step")
     stages = data.draw(st.lists(st.integers(0, 2), min_size=5, max_size=5).map(sorted))
     groups = data.draw(st.lists(st.sampled_from(["io", "default"]), min_size=5, max_size=5))
@@ -191,7 +191,7 @@ def test_the_parts_of_any_plan_add_up(host_ms: list[int], data: st.DataObject) -
 
 
 def profile_of(host_s: dict[str, float], step_s: float = 1.0) -> ProfileResult:
-    """A profile of tasks that are on the CPU all the time."""
+    """Return a profile of tasks that compute all the time."""
     return ProfileResult(
         batch="batch 0",
         mode="serial",
@@ -202,7 +202,7 @@ def profile_of(host_s: dict[str, float], step_s: float = 1.0) -> ProfileResult:
 
 
 def test_what_the_iterations_in_flight_hold_is_told(host: TimedHost, waiting: StepReport) -> None:
-    """In the text and on the page, for the plan that the loop runs under."""
+    """It is in the text and on the page, for the plan of the loop."""
     tasks, batches = image_loop(host, decode=12, train=7), [torch.zeros(1024)] * 8
     ahead = report(tasks, batches, plan=AHEAD, rounds=2)
     assert ahead.memory is not None
@@ -213,7 +213,7 @@ def test_what_the_iterations_in_flight_hold_is_told(host: TimedHost, waiting: St
 
 
 def test_the_text_has_what_the_page_begins_with(waiting: StepReport) -> None:
-    """Verdict, step, ceiling, next step, and what its promise was worth."""
+    """It has verdict, step, ceiling, next step, and the result of its promise."""
     lines = str(waiting).splitlines()
     assert lines[0].startswith("input-bound. For 60% of its time it waits for its input: decode.")
     assert lines[1] == "step: 20.0 ms"
@@ -251,13 +251,13 @@ def promises_ms(
 def test_no_promise_of_a_plan_is_above_the_ceiling(
     promises_ms: Callable[[float, list[float]], list[float]],
 ) -> None:
-    """However much the prediction says; what needs another program may save more."""
+    """Any prediction is cut; advice that needs another program may save more."""
     assert promises_ms(4, [6, 6, 6]) == pytest.approx([4, 7])
 
 
 def test_no_promise_of_a_plan_is_above_its_trial(
     promises_ms: Callable[[float, list[float]], list[float]],
 ) -> None:
-    """By the upper end of the trial's interval, within which the prediction stays as it is."""
+    """The upper end of the trial's interval limits it; a prediction within it stays."""
     assert promises_ms(20, [6, 6, 6]) == pytest.approx([6, 7])
     assert promises_ms(20, [6, 8, 10]) == pytest.approx([9, 7])

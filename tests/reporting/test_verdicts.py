@@ -1,4 +1,4 @@
-"""What a report says of loops whose truth is known, on a virtual clock."""
+"""The report's statements on loops with known truth, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RUN = 480  # iterations: whole passes of all batches
 def test_a_report_says_what_is_true(
     host: TimedHost, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The step; the verdict; the first advice, what it saves; the ceiling, and that it holds."""
+    """Step, verdict, the first advice and its saving, and the ceiling are true."""
     case = CASES[name]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(case.cores)})
     kind, *about = case.loader or ("",)
@@ -55,7 +55,7 @@ def test_a_report_says_what_is_true(
 def run_ms(
     host: TimedHost, case: Case, tasks: list[PipelineTask], plan: PipelinePlan, loader: Any
 ) -> float:
-    """A step of a run under a plan, without swpipe's profiler: from one hand-over to another."""
+    """Return the time of a step in a run under a plan, between two retirements."""
     with SWPipeline(plan, tasks, check_effects=False) as pipe:
         batches = cycle(range(case.batches))
         if loader is not None:

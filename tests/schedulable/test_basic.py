@@ -1,4 +1,4 @@
-"""``SchedulablePipeline.basic``: the numbers of the plain loop."""
+"""``SchedulablePipeline.basic`` gives the numbers of the plain loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Loop:
-    """A model, an optimizer, and what users add: clipping, a schedule, autocast."""
+    """A training loop with common additions: clipping, a schedule, autocast."""
 
     def __init__(self) -> None:
         torch.manual_seed(5)
@@ -69,7 +69,7 @@ class Loop:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_run_it_gives_the_numbers_of_the_plain_loop(way: str) -> None:
-    """Bit for bit: losses and parameters, with what users add by the hooks."""
+    """Losses and parameters are equal bit for bit, also with the users' hooks."""
     plain, ours = Loop(), Loop()
     losses = plain.plain()
     with SchedulablePipeline.basic(
@@ -120,7 +120,7 @@ def test_the_loss_is_found_in_what_the_model_returns(returned: Any, loss_fn: Any
 
 
 def test_batches_go_to_the_device_in_whatever_they_are_nested() -> None:
-    """By ``to``; the rest stays as it is. A model without a loss is told what to do."""
+    """They are moved by ``to``; everything else stays. A model without a loss is an error."""
 
     class Slow:
         def __init__(self, moves: int = 0) -> None:
@@ -157,7 +157,7 @@ def test_batches_go_to_the_device_in_whatever_they_are_nested() -> None:
 def test_arguments_that_contradict_each_other_are_refused(
     fields: dict[str, Any], text: str
 ) -> None:
-    """With what to do."""
+    """The error says what to do."""
     model = nn.Linear(2, 1)
     with pytest.raises(ValueError, match=text):
         SchedulablePipeline.basic(model, torch.optim.SGD(model.parameters(), 0.1), **fields)

@@ -1,4 +1,4 @@
-"""An executor of the user's own: the seed's section 9.3."""
+"""A user-defined executor, as in the seed's section 9.3."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.schedulable.work import Log, one_stage, pool, results
 
 
 class VerboseExecutor:
-    """As section 9.3 has it."""
+    """The executor of section 9.3."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -43,7 +43,7 @@ INNER: list[Callable[[], Any]] = [SequentialExecutor, ThreadedExecutor]
 
 
 def ahead(log: Log) -> Schedule:
-    """A copy two batches ahead, declared last, and two tasks that use it."""
+    """Return a schedule with a copy two batches ahead, declared last, and two users of it."""
     return one_stage(
         log.task("forward", reads=["x"], writes=["step_result"]),
         log.task("step", depends_on=["forward"]),
@@ -76,7 +76,7 @@ def test_an_executor_that_wraps_one_of_ours_sees_every_period(
 
 
 class OrderingPool(StreamPool):
-    """Notes which stream waits for which."""
+    """A pool that records which stream waits for which."""
 
     def __init__(self, *names: str) -> None:
         super().__init__(dict.fromkeys(names))
@@ -87,7 +87,7 @@ class OrderingPool(StreamPool):
 
 
 def test_streams_wait_for_what_an_executor_has_submitted() -> None:
-    """Each task's for those of its inputs; the caller's for all, once the executor returns."""
+    """Each task's stream waits for its inputs; the caller's waits for all after the executor."""
     streams = OrderingPool("default", "memcpy")
     executor = VerboseExecutor(SequentialExecutor())
     with SchedulablePipeline(ahead(Log()), streams, executor=executor) as pipe:
@@ -97,7 +97,7 @@ def test_streams_wait_for_what_an_executor_has_submitted() -> None:
 
 
 def test_an_executor_may_run_the_tasks_itself() -> None:
-    """Each with the context of its own batch, stage by stage."""
+    """Each runs with the context of its own batch, stage by stage."""
 
     class Own:
         down = 0
@@ -127,7 +127,7 @@ def test_an_executor_may_run_the_tasks_itself() -> None:
 
 
 def test_a_failure_leaves_nothing_for_the_next_run() -> None:
-    """What the executor raises comes out as itself, and no task runs for a batch that is gone."""
+    """The executor's error is raised unchanged, and no task runs for a batch that is gone."""
     log = Log()
 
     def fail(ctx: Any) -> None:
@@ -148,7 +148,7 @@ def test_a_failure_leaves_nothing_for_the_next_run() -> None:
 
 
 def test_random_tasks_are_refused() -> None:
-    """Such a task could not be seeded, which would go unnoticed."""
+    """Such a task could not be seeded, which would be silent."""
     task = Task.from_fn("noise", print, random=True)
     with pytest.raises(ScheduleValidationError, match="'noise': random is True, and an executor"):
         SchedulablePipeline(one_stage(task), pool(), executor=VerboseExecutor(SequentialExecutor()))

@@ -1,4 +1,4 @@
-"""From construction to shutdown: what a ``SchedulablePipeline`` does at each call."""
+"""The life of a ``SchedulablePipeline``, from construction to shutdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.schedulable.work import Log, one_stage, pool
 
 
 class CountTokens(Task):
-    """As the seed's section 9.1 has it."""
+    """The task of the seed's section 9.1."""
 
     name = "count_tokens"
     stream = "default"
@@ -58,7 +58,7 @@ def test_a_subclass_is_a_task_and_arguments_win_over_its_attributes() -> None:
 
 
 def test_init_that_fails_leaves_no_pipeline() -> None:
-    """Its error comes out of the constructor."""
+    """The constructor raises its error."""
 
     class Fails(CountTokens):
         reads = ()
@@ -71,7 +71,7 @@ def test_init_that_fails_leaves_no_pipeline() -> None:
 
 
 def ahead(log: Log) -> SchedulablePipeline:
-    """A copy two batches ahead, on a thread of its own."""
+    """Return a pipeline with a copy two batches ahead, on a thread of its own."""
     return SchedulablePipeline(
         one_stage(
             log.task("copy", lookahead=2, stream="memcpy", writes=["x"]),
@@ -84,7 +84,7 @@ def ahead(log: Log) -> SchedulablePipeline:
 
 
 def test_after_shutdown_nothing_runs() -> None:
-    """Twice is as good as once, and as leaving the block."""
+    """A second call does nothing, nor does leaving the block."""
     with ahead(Log()) as pipe:
         pipe.progress(iter(range(3)))
         pipe.shutdown()

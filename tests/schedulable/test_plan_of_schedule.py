@@ -21,7 +21,7 @@ GROUPS = {"copy": "io", "exchange": "io"}
 
 
 def by_schedule() -> PipelinePlan:
-    """Two tasks ahead on a thread of their own, and a training step."""
+    """Return the plan of a schedule: two tasks ahead on a thread of their own, and a step."""
     log = Log()
     tasks = (
         log.task("copy", lookahead=2, stream="memcpy", writes=["x"]),
@@ -39,7 +39,7 @@ def by_schedule() -> PipelinePlan:
 
 
 def by_hand() -> PipelinePlan:
-    """The same, as a plan."""
+    """Return the same plan, written directly."""
     return PipelinePlan(
         {
             "copy": TaskSchedule(0, "memcpy", "io"),
@@ -64,7 +64,7 @@ def by_hand() -> PipelinePlan:
 
 
 def test_a_schedule_and_the_plan_by_hand_compile_to_equal_programs() -> None:
-    """With streams and without."""
+    """This holds with streams and without."""
     ours, theirs = by_schedule(), by_hand()
     assert ours.schedule == theirs.schedule
     for streams in (False, True):
@@ -85,7 +85,7 @@ def test_a_wait_of_the_host_is_one_of_the_stream_where_another_field_says_so() -
 
 
 def test_slots_are_attributes_of_the_context_whatever_they_are_called() -> None:
-    """So that replay and recordings see them; names that a context has itself are put apart."""
+    """Replay and recordings see them; names that a context uses itself are renamed."""
     names = ("batch", "slots", "iter_idx", "__dict__", "__class__", "x y", "step_result")
     seen: list[object] = []
 

@@ -1,4 +1,4 @@
-"""Schedules and tasks that are wrong: what the messages say."""
+"""Wrong schedules and tasks, and the error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.schedulable.work import one_stage, pool
 
 
 def task(name: str, **fields: Any) -> Task:
-    """A task that does nothing."""
+    """Return a task that does nothing."""
     return Task.from_fn(name, lambda ctx: None, **fields)
 
 
@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Schedule, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_wrong_schedule_is_refused_in_its_own_words(case: str) -> None:
-    """As a PlanError that names task, field, value and mend, and no stage by number."""
+    """A PlanError names task, field, value and fix, and no stage by number."""
     schedule, text = REFUSED[case]
     with pytest.raises(ScheduleValidationError) as refused:
         SchedulablePipeline(schedule, pool("side"))
@@ -117,14 +117,14 @@ def test_a_wrong_schedule_is_refused_in_its_own_words(case: str) -> None:
 
 
 def test_a_stream_has_a_name_that_can_be_shown() -> None:
-    """The plan refuses another one, in words of the schedule."""
+    """The plan refuses another name, in words of the schedule."""
     schedule = one_stage(task("a", stream="\n"), streams=("default", "\n"))
     with pytest.raises(ScheduleValidationError, match="names have 1 to"):
         SchedulablePipeline(schedule, pool("\n"))
 
 
 def test_a_schedule_has_an_order_before_there_is_a_pipeline() -> None:
-    """That of a period, with streams as the schedule names them; or it is refused."""
+    """It is that of a period, with the schedule's streams; or the schedule is refused."""
     tasks = task("late", reads=["x"]), task("early", writes=["x"], stream="side")
     found = topological_sort(one_stage(*tasks, streams=("default", "side")))
     assert [one.name for one in found] == ["early", "late"]
@@ -137,7 +137,7 @@ def test_a_schedule_has_an_order_before_there_is_a_pipeline() -> None:
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
-    """The cycle as well, which makes it a SchedulingError."""
+    """This includes the cycle, which makes it a SchedulingError."""
     tasks = (
         task("a", stream="x", reads=["nothing"], depends_on=["b"]),
         task("b", depends_on=["a"], writes=["batch_cpu"]),
@@ -161,18 +161,18 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     ],
 )
 def test_a_thread_map_must_fit_the_schedule(thread_map: Any, most: int | None, text: str) -> None:
-    """Its names and its threads."""
+    """Its names and its number of threads are checked."""
     executor = ThreadedExecutor(thread_map, most)
     with pytest.raises(ScheduleValidationError, match=text):
         SchedulablePipeline(one_stage(task("a"), task("c")), pool(), executor=executor)
 
 
 class Wrong(Task):
-    """Has no run."""
+    """A task without ``run``."""
 
 
 class Silent(Task):
-    """Does not call its base class."""
+    """A task whose ``__init__`` does not call its base class."""
 
     reads = ("x",)
 
@@ -184,7 +184,7 @@ class Silent(Task):
 
 
 async def later(ctx: Any) -> None:
-    """Asynchronous."""
+    """Do nothing, asynchronously."""
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_what_is_wrong_by_itself_fails_where_it_is_made(
 
 
 def test_a_task_does_not_change_once_it_is_made() -> None:
-    """Its lookahead, and all else that it declares; other attributes may."""
+    """Its lookahead and all other declarations are fixed; other attributes may change."""
     one = task("a")
     with pytest.raises(AttributeError, match="task 'a': lookahead is read-only"):
         one.lookahead = 2
@@ -276,7 +276,7 @@ def test_a_task_does_not_change_once_it_is_made() -> None:
 def test_what_is_seen_while_it_runs_is_told_in_words_of_schedules(
     fields: dict[str, Any], lookahead: int, told: str
 ) -> None:
-    """Fields of tasks and lookaheads, and none of a plan's."""
+    """They are fields of tasks and lookaheads, and none of a plan's."""
     total = torch.zeros(2)
 
     def fill(ctx: TaskContext) -> None:

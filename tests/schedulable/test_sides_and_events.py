@@ -1,4 +1,4 @@
-"""Which side waits for a task in the same period, and events that tasks record themselves."""
+"""The sides that wait for a task in the same period, and events that tasks record themselves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NONE, CPU, GPU, BOTH = (
 
 
 def consumer(sync: Any, **fields: Any) -> Task:
-    """Return a task that waits so for another one."""
+    """Return a task with this wait for another one."""
     return Task.from_fn("c", print, same_progress_sync=sync, **fields)
 
 
@@ -43,14 +43,14 @@ def consumer(sync: Any, **fields: Any) -> Task:
     ],
 )
 def test_an_entry_is_a_name_a_pair_or_a_mapping(sync: Any, edges: list[Any]) -> None:
-    """Each has a side of its own, which may be a name; what is made of it is one form."""
+    """Each has its own side, which may be a name; all become one form."""
     task = consumer(sync)
     assert task.same_progress_sync == tuple(edges)
     assert consumer(task.same_progress_sync).same_progress_sync == tuple(edges)
 
 
 def test_the_tasks_side_is_that_of_the_entries_without_one() -> None:
-    """Also for an entry that is a mapping."""
+    """This holds for an entry that is a mapping, too."""
     task = consumer(("p", ("q", GPU), {"task": "r"}), same_progress_sync_sides=CPU)
     assert task.same_progress_sync == (("p", CPU), ("q", GPU), ("r", CPU))
 
@@ -68,13 +68,13 @@ def test_the_tasks_side_is_that_of_the_entries_without_one() -> None:
     ],
 )
 def test_other_entries_are_refused(sync: Any, error: type[Exception], text: str) -> None:
-    """With the task's name, the value and the forms that there are."""
+    """The error has the task's name, the value and the possible forms."""
     with pytest.raises(error, match=f"task 'c': same_progress_sync.*{text}|{text}"):
         consumer(sync)
 
 
 def plan_of(sync: Any, **fields: Any) -> PipelinePlan:
-    """Return the plan of a task that waits so for ``p`` and ``q``, which are on other streams."""
+    """Return the plan of a task with this wait for ``p`` and ``q``, which are on other streams."""
     log = Log()
     tasks = (
         log.task("c", same_progress_sync=sync, **fields),
@@ -88,7 +88,7 @@ def plan_of(sync: Any, **fields: Any) -> PipelinePlan:
 
 
 def test_each_edge_has_its_side_in_the_plan() -> None:
-    """The host's alone is host_only; the stream's has the host's as well; NONE is no edge."""
+    """HOST is host_only; STREAM includes the host's order; NONE is no edge."""
     plan = plan_of([("p", CPU), ("q", GPU)])
     assert plan.same_period_deps == (("c", "p"), ("c", "q"))
     assert plan.host_only == (("c", "p"),)
@@ -99,7 +99,7 @@ def test_each_edge_has_its_side_in_the_plan() -> None:
 
 
 def test_what_nothing_waits_for_orders_nothing_but_must_be_there() -> None:
-    """A misspelt name is no way to leave an edge out."""
+    """A misspelt name is an error, not a missing edge."""
     tasks = Task.from_fn("c", print, same_progress_sync=[("p", NONE)]), Task.from_fn("p", print)
     assert [task.name for task in topological_sort(one_stage(*tasks))] == ["c", "p"]
     with pytest.raises(ScheduleValidationError, match="same_progress_sync names 'q'"):
@@ -108,7 +108,7 @@ def test_what_nothing_waits_for_orders_nothing_but_must_be_there() -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_an_event_orders_the_work_before_it(waits: bool) -> None:
-    """The host is ordered by the schedule, and the streams by the event alone."""
+    """The schedule orders the host, and only the event orders the streams."""
     device = VirtualDevice()
 
     def produce(ctx: TaskContext) -> None:
@@ -134,7 +134,7 @@ def test_an_event_orders_the_work_before_it(waits: bool) -> None:
 
 
 def test_an_event_is_of_one_batch() -> None:
-    """On a device without streams it says only that the task was there."""
+    """Without streams it says only whether the task has recorded it."""
     log = Log()
     seen: list[bool] = []
 

@@ -1,6 +1,6 @@
-"""When a task runs: the formula of the seed's section 3.4, and each way to wait.
+"""The period in which a task runs, by the formula of the seed's section 3.4, for each kind of wait.
 
-Of each way: lag, slot offset, verdict and an observed run (the seed's appendix A.5).
+For each kind: lag, slot offset, verdict and an observed run (the seed's appendix A.5).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ EXECUTORS = (None, "threaded", ThreadedExecutor("per_task"), ThreadedExecutor({"
 
 
 class Row(NamedTuple):
-    """Lookaheads of producer and consumer, how it waits, and what follows.
+    """A case: lookaheads of producer and consumer, the kind of wait, and what follows.
 
     Attributes:
         back: Batches between the two.
-        offset: Where the seed's engine looks the producer's event up.
+        offset: The offset at which the seed's engine looks up the producer's event.
     """
 
     producer: int
@@ -85,7 +85,7 @@ def test_a_task_fires_by_the_formula(batches: int, most: int, executor: object) 
 def test_the_consumer_waits_as_many_periods_as_the_lag_says(
     row: Row, stream: str, executor: object
 ) -> None:
-    """On one stream and across two, and on any threads, device work included."""
+    """This holds on one stream and across two, and on any threads, device work included."""
     log = Log()
     schedule = row.schedule(log, stream)
     (edge,) = edges_of(schedule)
@@ -104,7 +104,7 @@ def test_the_consumer_waits_as_many_periods_as_the_lag_says(
 
 
 def test_a_future_read_of_any_kind_is_refused() -> None:
-    """The last row of appendix A.5, and the same by a slot and by ``depends_on``."""
+    """The last row of appendix A.5 is refused, by a slot and by ``depends_on``."""
     log = Log()
     with pytest.raises(ScheduleValidationError) as refused:
         SchedulablePipeline(Row(0, 3, 1, CROSS, -2, 2).schedule(log, "side"), pool("side"))
@@ -122,7 +122,7 @@ def test_a_future_read_of_any_kind_is_refused() -> None:
 
 
 def test_a_read_waits_for_all_who_wrote_the_slot_for_its_batch() -> None:
-    """Of a name that two tasks write, those with the reader's lookahead or a larger one."""
+    """If two tasks write it, those with the reader's lookahead or a larger one count."""
     log = Log()
     raw = log.task("raw", lookahead=2, writes=["x"])
     better = log.task("better", lookahead=1, writes=["x"])
@@ -136,7 +136,7 @@ def test_a_read_waits_for_all_who_wrote_the_slot_for_its_batch() -> None:
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_ties_go_by_declaration_alone(executor: object) -> None:
-    """Neither lookahead nor thread decides; what waits is moved behind what it waits for."""
+    """Neither lookahead nor thread decides; a task that waits moves behind its producer."""
     log = Log()
     tasks = [
         log.task("c", stream="side", same_progress_sync=["b"]),
@@ -154,7 +154,7 @@ def test_ties_go_by_declaration_alone(executor: object) -> None:
 
 
 def test_stages_run_one_after_the_other_in_each_period() -> None:
-    """Whatever their tasks' threads are; within a stage the order is free."""
+    """The tasks' threads do not matter; within a stage the order is free."""
     log = Log()
     first = Stage((log.task("a"), log.task("b", stream="side")))
     then = Stage((log.task("c", stream="side", lookahead=1), log.task("d")))

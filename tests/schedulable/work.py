@@ -1,4 +1,4 @@
-"""Tasks that note what they run on, and schedules of them."""
+"""Tasks that record their runs, and schedules of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swpipe.schedulable import SchedulablePipeline, Schedule, Stage, StreamPool,
 
 
 class Ran(NamedTuple):
-    """One run of a task."""
+    """A run of a task."""
 
     period: int
     task: str
@@ -19,7 +19,7 @@ class Ran(NamedTuple):
 
 
 class Log:
-    """Makes tasks that write what they are, and notes each of their runs."""
+    """A log of the runs of tasks that it makes."""
 
     def __init__(self) -> None:
         self.runs: list[Ran] = []
@@ -27,7 +27,7 @@ class Log:
     def task(
         self, name: str, fn: Callable[[TaskContext], Any] | None = None, **fields: Any
     ) -> Task:
-        """A task that sets each slot it writes to the batch, after calling ``fn``."""
+        """Return a task that calls ``fn``, and then sets each slot it writes to the batch."""
 
         def run(ctx: TaskContext) -> None:
             batch = ctx.slots["batch_cpu"]
@@ -42,26 +42,26 @@ class Log:
         return task
 
     def periods(self, task: str) -> list[tuple[int, Any]]:
-        """(period, batch) of each run of a task."""
+        """Return (period, batch) of each run of a task."""
         return [(run.period, run.batch) for run in self.runs if run.task == task]
 
     def order(self, period: int) -> list[str]:
-        """The tasks of a period, as they began."""
+        """Return the tasks of a period, in the order in which they began."""
         return [run.task for run in self.runs if run.period == period]
 
 
 def one_stage(*tasks: Task, streams: Iterable[str] = ("default",)) -> Schedule:
-    """A schedule of one stage."""
+    """Return a schedule of one stage."""
     return Schedule((Stage(tasks),), tuple(streams))
 
 
 def pool(*names: str) -> StreamPool:
-    """A pool without streams of its own."""
+    """Return a pool without streams of its own."""
     return StreamPool(dict.fromkeys(("default", *names)))
 
 
 def results(pipe: SchedulablePipeline, batches: Iterable[Any]) -> Iterator[Any]:
-    """What ``progress`` returns until the iterator ends."""
+    """Yield everything that ``progress`` returns until the iterator ends."""
     iterator = iter(batches)
     while True:
         try:

@@ -27,7 +27,7 @@ NAMES = ("embed", "forward", "backward", "step")
 
 
 class Loop:
-    """Embed, forward, backward and step; parts are replaced in subclasses."""
+    """A loop of embed, forward, backward and step; subclasses replace parts."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -42,7 +42,7 @@ class Loop:
         return torch.optim.SGD(self.parameters, 0.1, momentum=0.9)
 
     def also_trained(self) -> list[Tensor]:
-        """What is trained apart from the parameters."""
+        """Return the trained tensors other than the parameters."""
         return []
 
     @property
@@ -68,7 +68,7 @@ class Loop:
 
 @cache
 def trained(make: Callable[[], Loop]) -> list[Tensor]:
-    """What a loop trains in ``BEFORE + AFTER`` iterations."""
+    """Return what a loop trains in ``BEFORE + AFTER`` iterations."""
     loop = make()
     with SWPipeline(PipelinePlan.serial(loop.tasks), loop.tasks) as pipe:
         run(pipe, BEFORE + AFTER)
@@ -78,9 +78,10 @@ def trained(make: Callable[[], Loop]) -> list[Tensor]:
 def differing(
     make: Callable[[], Loop], shortcuts: Iterable[tuple[str, ...]]
 ) -> list[tuple[str, ...]]:
-    """Those shortcuts after which it trains to something else, where state was restored.
+    """Return the shortcuts after which training differs, although the state was restored.
 
-    Each stands for ``WITHIN`` iterations; after the ``AFTER`` that follow, state is restored again.
+    Each shortcut stands for ``WITHIN`` iterations; after ``AFTER`` more, the state is restored
+    again.
     """
     loop, found = make(), []
     with SWPipeline(PipelinePlan.serial(loop.tasks), loop.tasks) as pipe:
@@ -106,7 +107,7 @@ def run(pipe: SWPipeline, count: int) -> None:
 
 
 def outcome(loop: Loop) -> list[Tensor]:
-    """Parameters, the optimizer's state, and what else is trained."""
+    """Return the parameters, the optimizer's state, and what else is trained."""
     state = [
         value
         for parameter in loop.parameters
@@ -117,11 +118,11 @@ def outcome(loop: Loop) -> list[Tensor]:
 
 
 def local(tensor: Any) -> Tensor:
-    """The rank's own part of a tensor."""
+    """Return the rank's part of a tensor."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part.clone()
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Whether two outcomes are equal bit for bit."""
+    """Return whether two outcomes are equal bit for bit."""
     return len(a) == len(b) and all(map(torch.equal, a, b))

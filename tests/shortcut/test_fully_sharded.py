@@ -1,4 +1,4 @@
-"""Loops with fully sharded parameters (FSDP2) run with shortcuts and train on unchanged."""
+"""Loops with fully sharded parameters (FSDP2) run with shortcuts and continue unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORTCUTS = (*((name,) for name in NAMES), ("embed", "forward"), ("backward", "s
 
 
 class FullySharded(Loop):
-    """Table and head are sharded over all ranks."""
+    """A loop whose table and head are sharded over all ranks."""
 
     def table_and_head(self) -> tuple[torch.nn.Module, torch.nn.Module]:
         from torch.distributed.device_mesh import init_device_mesh
@@ -32,7 +32,7 @@ class FullySharded(Loop):
 
 
 class Scaled(FullySharded):
-    """With a gradient scaler."""
+    """A loop with a gradient scaler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,9 +48,9 @@ class Scaled(FullySharded):
 
 
 def test_a_scaler_refuses_a_replayed_backward_and_nothing_differs(tmp_path: Path) -> None:
-    """Sharding computes the gradients of its shards itself; a replay leaves none for the scaler.
+    """Sharding computes the gradients of its shards; a replay leaves none for the scaler.
 
-    With the step shortcut too, nobody asks for them.
+    If the step is shortcut, too, they are not needed.
     """
     refused = []
     with process_group(tmp_path):
@@ -65,13 +65,13 @@ def test_a_scaler_refuses_a_replayed_backward_and_nothing_differs(tmp_path: Path
 
 
 def of_sharded() -> list[tuple[str, ...]]:
-    """The shortcuts after which training differs."""
+    """Return the shortcuts after which training differs."""
     return differing(FullySharded, SHORTCUTS)
 
 
 @pytest.mark.slow
 def test_two_ranks_train_on_unchanged(two_ranks: Ranks) -> None:
-    """Each task alone and some in pairs, with parameters on two ranks."""
+    """Each task alone and some pairs are shortcut, with parameters on two ranks."""
     assert two_ranks.run(of_sharded) == [[], []]
 
 

@@ -1,4 +1,4 @@
-"""Parameters get zero gradients of the form that the cached run's had."""
+"""Parameters get zero gradients of the kind that the cached run gave them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from swpipe.shortcut.leaf_gradients import LeafGradients, OwnLeaf
 
 
 def test_zeros_are_like_the_gradient_of_the_cached_run() -> None:
-    """Of the parameter's shape and type; later iterations pay no hook.
+    """They have the parameter's shape and type; later iterations have no hook.
 
-    A leaf that got no gradient gets none, as the weights of a table with a fused optimizer; nor
+    A leaf without a gradient gets none, such as the weights of a table with a fused optimizer; nor
     does one whose memory was released: a gathered parameter is not read before the next gathering.
     """
     parameter = nn.Parameter(torch.ones(2, 3, dtype=torch.double))
@@ -49,7 +49,7 @@ def test_zeros_of_a_sparse_gradient_are_sparse() -> None:
 
 
 def test_disabling_removes_the_hook() -> None:
-    """Also if no backward followed."""
+    """It is removed also if no backward followed."""
     module = nn.Linear(2, 1)
     shortcuts = Shortcuts()
     shortcuts.enable(["t"])
@@ -63,7 +63,7 @@ def test_disabling_removes_the_hook() -> None:
 
 @pytest.mark.parametrize("before", [None, torch.zeros(2)])
 def test_gradients_that_a_task_left_are_found(before: Tensor | None) -> None:
-    """Set or added to, once; not one that stayed as it was. Zeros are left where none is."""
+    """A gradient that was set or added to counts once; one that stayed does not."""
     changed, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     changed.grad, other.grad = before, torch.zeros(2)
     gradients = LeafGradients([(changed * other + changed).sum(), other * 2])

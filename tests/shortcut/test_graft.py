@@ -1,4 +1,4 @@
-"""Kept tensors stand in the autograd graph where a task's outputs would have stood."""
+"""Cached tensors take the place of a task's outputs in the autograd graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def weight() -> Tensor:
 
 
 def test_types_and_shapes_may_differ() -> None:
-    """Half, double and complex outputs stand beside upstream tensors of other shapes."""
+    """Half, double and complex outputs are next to upstream tensors of other shapes."""
     parameter = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
     upstream = [parameter * 2]
     kept = [x().half(), x().double(), x().to(torch.complex64)]
@@ -34,7 +34,7 @@ def test_types_and_shapes_may_differ() -> None:
 
 
 class Special(Tensor):
-    """A kind of tensor of its own."""
+    """A subclass of ``Tensor``."""
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ class Special(Tensor):
     [x(), torch.ones(4).double(), torch.ones(3, device="meta"), x().as_subclass(Special)],
 )
 def test_zeros_are_like_the_upstream_tensor(upstream: Tensor) -> None:
-    """In shape, type, device and class, and new in each backward: a hook may write into them."""
+    """They have its shape, type, device and class, and are new in each backward."""
     inner = upstream.requires_grad_() * 1
     given: list[Tensor] = []
     inner.register_hook(given.append)
@@ -55,7 +55,7 @@ def test_zeros_are_like_the_upstream_tensor(upstream: Tensor) -> None:
 
 
 def test_the_search_ends_at_the_nearest_attribute() -> None:
-    """Views, parts of a split and what is modified in place are told apart; paths double."""
+    """Views, parts of a split and in-place results are distinct; paths double."""
     leaf, late = weight(), weight() * 3
     left, right = (torch.ones(4, requires_grad=True) * 2).split(2)
     modified = weight() * 2

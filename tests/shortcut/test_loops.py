@@ -1,4 +1,4 @@
-"""Ordinary loops run with shortcuts, and train as if there had been none."""
+"""Ordinary loops run with shortcuts, and train as without them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.shortcut.loops import NAMES, Loop, differing, outcome, run, same
 
 
 class Scaled(Loop):
-    """With a gradient scaler, which needs a gradient for every parameter of the optimizer."""
+    """A loop with a gradient scaler, which needs a gradient for every parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Scaled(Loop):
 
 
 class SparseGradients(Loop):
-    """With sparse gradients for the table, and an optimizer that takes no others."""
+    """A loop with sparse gradients of the table, and an optimizer that takes no others."""
 
     def table_and_head(self) -> tuple[nn.Module, nn.Module]:
         return nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)
@@ -53,7 +53,7 @@ class SparseGradients(Loop):
 
 
 class GradientsAsIo(Loop):
-    """Gradients are declared, clipped in place, and zeroed in place."""
+    """A loop that declares gradients, clips them in place, and zeroes them in place."""
 
     def io(self, name: str) -> Sequence[DeclaredIO]:
         return [DeclaredIO(self.gradients, self.set_gradients)] if name == "backward" else []
@@ -72,14 +72,14 @@ class GradientsAsIo(Loop):
 
 
 class ClonedGradientsAsIo(GradientsAsIo):
-    """The declared gradients are copies, so that only replays modify them in place."""
+    """A loop whose declared gradients are copies, so that only replays modify them in place."""
 
     def gradients(self) -> list[Tensor | None]:
         return [None if p.grad is None else p.grad.clone() for p in self.parameters]
 
 
 class Checkpointed(Loop):
-    """The head is computed again in backward."""
+    """A loop whose head is recomputed in the backward."""
 
     use_reentrant = False
 
@@ -89,13 +89,13 @@ class Checkpointed(Loop):
 
 
 class CheckpointedReentrantly(Checkpointed):
-    """By a backward within the backward."""
+    """A loop whose head is recomputed by a backward within the backward."""
 
     use_reentrant = True
 
 
 class Compiled(Loop):
-    """The head is compiled, its backward too."""
+    """A loop whose head is compiled, with its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Compiled(Loop):
 
 
 class AveragedByHand(Loop):
-    """A list of tensors that follow the weights."""
+    """A loop with a list of tensors that average the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,13 +138,13 @@ LOOPS = (
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo
 @pytest.mark.parametrize("make", LOOPS)
 def test_training_goes_on_as_without_shortcuts(make: type[Loop]) -> None:
-    """No task fails while others are shortcut, and what is trained afterwards is equal in bits."""
+    """No task fails while others are shortcut, and later training is equal bit for bit."""
     pairs = combinations(NAMES, 2) if make in (Loop, GradientsAsIo) else ()
     assert differing(make, [*((name,) for name in NAMES), *pairs]) == []
 
 
 class DoubleBackward(Loop):
-    """The gradient of forward's output is itself part of the loss, in another task."""
+    """A loop whose loss contains a gradient of the forward's output, in another task."""
 
     def forward(self, ctx: Any) -> None:
         ctx.out = self.head(ctx.rows).sum()
@@ -164,11 +164,11 @@ def test_a_second_derivative_is_refused_by_name() -> None:
 
 
 class DivergedError(RuntimeError):
-    """The loop's own guard against numbers that are not finite."""
+    """The error of the loop's own check for finite numbers."""
 
 
 class Diverging(GradientsAsIo):
-    """Applies a replayed gradient again and again, with momentum, and checks what it trains."""
+    """A loop that repeatedly applies a replayed gradient with momentum, and checks the weights."""
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters, 1e3, momentum=0.99)
@@ -181,7 +181,7 @@ class Diverging(GradientsAsIo):
 
 
 def test_replayed_gradients_drift_unless_state_is_restored() -> None:
-    """The rule: a shortcut runs for few iterations, then state is restored; the cache stays."""
+    """Therefore a shortcut runs for few iterations, then state is restored; the cache stays."""
     loop = Diverging()
     serial = PipelinePlan.serial(loop.tasks)
     with SWPipeline(serial, loop.tasks) as pipe:

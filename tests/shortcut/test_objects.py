@@ -1,4 +1,4 @@
-"""A replay gives back an equal copy of any object, or the task is refused by name."""
+"""A replay returns an equal copy of any object, or the task is refused by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Thing:
 
 
 class Slotted:
-    """With its value in a slot."""
+    """An object with its value in a slot."""
 
     __slots__ = ("value",)
 
@@ -54,15 +54,15 @@ class Counter:
 
 
 class OwnQueue(queue.SimpleQueue):  # type: ignore[type-arg]
-    """Its items are not among its attributes."""
+    """A queue whose items are not among its attributes."""
 
 
 class OwnBytes(bytearray):
-    """Its bytes are not among its attributes."""
+    """An array whose bytes are not among its attributes."""
 
 
 class Stateful(Thing):
-    """Belongs to the model: its state is saved and restored elsewhere."""
+    """An object of the model, whose state is saved and restored elsewhere."""
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -78,7 +78,7 @@ class SharedByDesign(Thing):
 
 
 class Uncopyable(Thing):
-    """With a lock, so that it cannot be copied."""
+    """An object with a lock, which cannot be copied."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -87,21 +87,21 @@ class Uncopyable(Thing):
 
 @dataclass
 class Held:
-    """A container with something in it."""
+    """A container with a value."""
 
     value: Any
     more: list[Any] = field(default_factory=list)
 
 
 class Nothing:
-    """Has no attributes, and is compared by identity."""
+    """An object without attributes, compared by identity."""
 
 
 NOTHING = Nothing()
 
 
 class Replayed:
-    """A task that produces ``make()``, shortcut from the start."""
+    """A task that produces ``make()`` and is shortcut from the start."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.shortcuts = Shortcuts()
@@ -110,7 +110,7 @@ class Replayed:
         self.iterations = 0
 
     def __call__(self) -> Any:
-        """The value of the next iteration."""
+        """Return the value of the next iteration."""
         ctx = IterContext(None, self.iterations)
         self.iterations += 1
         self.shortcuts.run(self.task, ctx)
@@ -118,7 +118,7 @@ class Replayed:
 
 
 def told(value: Any) -> Any:
-    """A value, in a form that can be compared."""
+    """Return a value in a form that can be compared."""
     if isinstance(value, Thing | Slotted):
         names = vars(value) if hasattr(value, "__dict__") else value.__slots__
         return type(value), {name: told(getattr(value, name)) for name in names}
@@ -165,9 +165,9 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 def test_each_replay_gives_an_equal_copy(
     make: Callable[[], Any], change: Callable[[Any], object]
 ) -> None:
-    """Whatever later tasks change in place, every iteration finds the value of the cached run.
+    """Later tasks may change anything: every iteration gets the value of the cached run.
 
-    What an upstream task made and the task itself changes in place comes back changed.
+    What an upstream task made and the task itself changes in place is restored as changed.
     """
     replayed = Replayed(make)
     for _ in range(5):
@@ -185,7 +185,7 @@ def test_each_replay_gives_an_equal_copy(
 
 
 def test_parts_that_were_shared_are_shared_again() -> None:
-    """Among objects, and between an object and a tensor or array beside it.
+    """They may be objects, or an object and a tensor or array.
 
     An object without attributes stays itself: code compares it by identity.
     """
@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize(("make", "reason"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_replayed_is_refused_at_once(make: Callable[[], Any], reason: str) -> None:
-    """Before any replay, with the attribute and what to do about it."""
+    """It is refused before any replay, with the attribute and what to do."""
     with pytest.raises(ShortcutError) as caught:
         Replayed(make)()
     text = str(caught.value)
@@ -246,7 +246,7 @@ MODEL, ROWS, STATEFUL = nn.Linear(1, 1), np.zeros(3), Stateful(n=1)
 def test_what_cannot_be_copied_is_shared_until_it_changes(
     make: Callable[[], Any], change: Callable[[Any], object]
 ) -> None:
-    """The same object comes back; once a later task has changed it, no replay follows."""
+    """The same object is restored; after a later task has changed it, a replay is an error."""
     replayed = Replayed(make)
     first = replayed()
     value = replayed()
@@ -284,7 +284,7 @@ def test_what_cannot_be_copied_is_shared_until_it_changes(
     ids=lambda value: type(value).__name__,
 )
 def test_what_iterations_may_share_comes_back_itself(value: Any) -> None:
-    """Values that cannot change, what belongs to the model, and what is meant to be shared."""
+    """These are immutable values, what belongs to the model, and what is declared shared."""
     replayed = Replayed(lambda: [value])
     for _ in range(3):
         assert replayed()[0] is value
@@ -292,7 +292,7 @@ def test_what_iterations_may_share_comes_back_itself(value: Any) -> None:
 
 @pytest.mark.parametrize("make", [Stateful, SharedByDesign])
 def test_what_iterations_share_may_change(make: type[Thing]) -> None:
-    """Nobody compares it: it changes in every iteration."""
+    """It is not compared: it changes in every iteration."""
     shared = make(n=0)
     replayed = Replayed(lambda: shared)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""A replayed task leaves behind what its cached run left behind, and runs nothing."""
+"""A replayed task leaves what its cached run left, and runs nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def weight(value: float = 2.0) -> Tensor:
 
 
 class Shortcut:
-    """One task, shortcut from the start, that counts how often its function runs."""
+    """A task that is shortcut from the start, and counts the runs of its function."""
 
     def __init__(self, fn: Fn, io: Sequence[DeclaredIO] = ()) -> None:
         self.runs = 0
@@ -53,13 +53,13 @@ class Shortcut:
         self._fn(ctx)
 
     def __call__(self, **attributes: Any) -> Any:
-        """One iteration with these attributes set by tasks before."""
+        """Run one iteration on a context with these attributes, and return the context."""
         ctx = SimpleNamespace(**attributes)
         self.shortcuts.run(self.task, ctx)
         return ctx
 
     def twice(self, make: Callable[[], dict[str, Any]] = dict) -> Any:
-        """A cached run, then a replay on a context of its own; the context of the replay."""
+        """Run the task and then a replay on new contexts; return the context of the replay."""
         self(**make())
         assert self.runs == 1
         ctx = self(**make())
@@ -79,7 +79,7 @@ def written_out(tensor: Tensor) -> tuple[torch.dtype, bool, list[float]]:
 
 
 def test_a_task_runs_once_and_is_replayed_from_then_on() -> None:
-    """Enabled, also twice: one cached run, then replays; disabled: it just runs.
+    """One run is cached, then replayed; after disabling, the task runs.
 
     The engine looks tasks up in one view, which changes with them.
     """
@@ -103,7 +103,7 @@ def test_a_task_runs_once_and_is_replayed_from_then_on() -> None:
 
 
 def test_the_cached_run_is_the_task_s_own() -> None:
-    """The iteration whose outputs are kept goes on with the very objects that the task made."""
+    """The iteration whose outputs are cached continues with the task's own objects."""
     made = x(5)
     ctx = Shortcut(assign(y=made))()
     assert ctx.y is made
@@ -123,7 +123,7 @@ def test_a_failing_task_leaves_no_cache() -> None:
 
 
 def test_the_cache_holds_no_context_and_is_dropped_when_disabled() -> None:
-    """What came before the task does not stay alive with it; what was produced does until then."""
+    """The task's inputs are freed with the context; its outputs are kept until disabling."""
     upstream, thing = weight() * 2, type("Thing", (), {})()
     gone, produced = weakref.ref(upstream), weakref.ref(thing)
     things = [thing]
@@ -145,7 +145,7 @@ def test_the_cache_holds_no_context_and_is_dropped_when_disabled() -> None:
 
 
 def test_leaves_of_the_cached_run_are_not_held() -> None:
-    """Neither a leaf that it made, from which it computed more, nor one that it gave a gradient."""
+    """These are leaves that it made and used, and leaves that got a gradient."""
 
     def cut(ctx: Any) -> None:
         ctx.y = ctx.x.detach().requires_grad_()
@@ -208,16 +208,16 @@ class Batch:
     ids=str,
 )
 def test_any_value_is_restored(value: Any) -> None:
-    """Tensors of any type, nestings, and tuples that look like entries of a cache."""
+    """Values are tensors of any type, nestings, and tuples that look like entries of a cache."""
     back = Shortcut(assign(y=value)).twice().y
     assert type(back) is type(value)
     assert map_tensors(back, written_out) == map_tensors(value, written_out)
 
 
 def test_what_the_task_changed_comes_back() -> None:
-    """Added, rebound, or modified in place, alone or deep in a container; the rest is untouched.
+    """Added, rebound and modified attributes are restored, also deep in a container.
 
-    A parameter is its module's: no clone, and no graft.
+    A parameter belongs to its module: it has no clone, and no graft.
     """
     own, parameter = x(9), torch.nn.Parameter(x())
 
@@ -239,7 +239,7 @@ def test_what_the_task_changed_comes_back() -> None:
 
 
 def test_deleted_attributes_are_deleted() -> None:
-    """Replay deletes what is gone in the end; where it is absent already, that is fine."""
+    """Replay deletes what the task deleted; an attribute that is absent already is no error."""
 
     def swap(ctx: Any) -> None:
         del ctx.c
@@ -265,7 +265,7 @@ def test_what_was_shared_comes_back_shared() -> None:
 
 
 def test_each_replay_builds_containers_anew() -> None:
-    """Whoever changes what came, also in the cached iteration, leaves the cache as it was."""
+    """A change of a replayed value, also in the cached iteration, leaves the cache intact."""
     shortcut = Shortcut(lambda ctx: vars(ctx).update(y=[x(5)], z={"a": [x()]}))
     for _ in range(3):
         ctx = shortcut()
@@ -278,7 +278,7 @@ def test_each_replay_builds_containers_anew() -> None:
 
 
 def test_replays_copy_nothing_once_no_task_was_seen_to_modify_it() -> None:
-    """The first replay has memory of its own; later ones share theirs."""
+    """The first replay has its own memory; later ones share theirs."""
     shortcut = Shortcut(lambda ctx: setattr(ctx, "y", x(5)))
     cached, first, second, third = (shortcut().y for _ in range(4))
     assert second.data_ptr() == third.data_ptr()
@@ -287,7 +287,7 @@ def test_replays_copy_nothing_once_no_task_was_seen_to_modify_it() -> None:
 
 
 def test_a_container_that_makes_its_own_tensors_is_refused() -> None:
-    """What cannot be put back is said so at once, with attribute and mend."""
+    """The error comes at once, with the attribute and the fix."""
 
     class Copying:
         def __init__(self, x: Tensor) -> None:
@@ -311,7 +311,7 @@ MODIFYING: list[tuple[Any, Fn, str]] = [
 
 @pytest.mark.parametrize(("value", "modify", "where"), MODIFYING)
 def test_what_later_tasks_modify_comes_back_unmodified(value: Any, modify: Fn, where: str) -> None:
-    """Each iteration finds the values of the cached run, though all before modified theirs."""
+    """Each iteration gets the values of the cached run, though all before modified theirs."""
     before = map_tensors(value, Tensor.clone)
     shortcut = Shortcut(lambda ctx: setattr(ctx, "y", map_tensors(value, Tensor.clone)))
     for _ in range(4):
@@ -323,7 +323,7 @@ def test_what_later_tasks_modify_comes_back_unmodified(value: Any, modify: Fn, w
 
 @pytest.mark.parametrize(("value", "modify", "where"), MODIFYING)
 def test_a_modified_cache_is_noticed(value: Any, modify: Fn, where: str) -> None:
-    """Modified for the first time late, it is shared: the next replay names it and both mends."""
+    """It was shared when first modified: the next replay names it and both fixes."""
     shortcut = Shortcut(assign(y=value))
     for _ in range(3):
         ctx = shortcut()
@@ -338,7 +338,7 @@ def test_a_modified_cache_is_noticed(value: Any, modify: Fn, where: str) -> None
 
 
 def test_a_modified_io_state_is_noticed() -> None:
-    """A restored tensor that someone modifies late is named by its io."""
+    """If someone modifies a restored tensor late, the error names its io."""
     states: list[Tensor] = []
     io = [
         DeclaredIO(capture=lambda: None, restore=lambda _: None),
@@ -354,7 +354,7 @@ def test_a_modified_io_state_is_noticed() -> None:
 
 @torch.inference_mode()
 def test_in_inference_mode_changes_are_seen_too() -> None:
-    """There the task's own tensors have no version counters, and are compared; the cache's have."""
+    """The task's own tensors have no version counters, and are compared; the cache's have."""
     ctx = Shortcut(lambda ctx: ctx.a.add_(1)).twice(lambda: {"a": x(1), "b": x(7)})
     assert torch.equal(ctx.a, x(2))
     for first in (0, 2):  # the iteration in which a later task first modifies the output
@@ -372,7 +372,7 @@ def test_in_inference_mode_changes_are_seen_too() -> None:
 
 
 def test_an_activation_in_place_is_replayed() -> None:
-    """What autograd computed may be modified in place too, and passes on the right gradients."""
+    """A tensor that autograd computed may be modified in place, too, with right gradients."""
     shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.x * -2))
     for _ in range(4):
         w = weight()
@@ -385,7 +385,8 @@ def test_an_activation_in_place_is_replayed() -> None:
 def test_iterations_in_flight_do_not_share_what_may_be_modified() -> None:
     """Until an iteration has ended, it is not known what its later tasks modify.
 
-    It is watched for a while only: a caller that keeps all contexts has not all replays copied.
+    It is watched for a limited time: for a caller that keeps all contexts, not all replays are
+    copied.
     """
     shortcut = Shortcut(lambda ctx: setattr(ctx, "y", x(5)))
 
@@ -419,7 +420,7 @@ def test_iterations_in_flight_do_not_share_what_may_be_modified() -> None:
 def test_a_change_through_the_base_of_a_view_is_refused(
     produce: Fn, base: Callable[[], Any]
 ) -> None:
-    """The view of the cached run changed and that of a replay did not: another is not made."""
+    """The view of the cached run changed and that of a replay did not: no more are made."""
     shortcut = Shortcut(produce)
     for _ in range(2):
         ctx = shortcut(base=base())
@@ -429,7 +430,7 @@ def test_a_change_through_the_base_of_a_view_is_refused(
 
 
 def test_a_view_may_be_modified_itself() -> None:
-    """Then its replay is a copy, as of any other output."""
+    """Its replay is then a copy, as for any other output."""
     shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.base[1:]))
     for _ in range(4):
         ctx = shortcut(base=x())
@@ -456,7 +457,7 @@ def test_a_pair_of_tasks_may_modify_in_place() -> None:
 
 
 class Outside:
-    """State outside of the context, with its declaration."""
+    """State outside the context, with its declaration."""
 
     def __init__(self) -> None:
         self.buffer: dict[str, Any] = {}
@@ -466,7 +467,7 @@ class Outside:
 
 
 def test_declared_state_is_captured_and_restored() -> None:
-    """What the task did outside of its context, in the order of its io."""
+    """It is what the task did outside of its context, in the order of its io."""
     outside = Outside()
     order: list[int] = []
 
@@ -487,7 +488,7 @@ def test_declared_state_is_captured_and_restored() -> None:
 
 
 def test_state_that_required_grad_is_grafted_with_the_attributes() -> None:
-    """A backward from restored state goes on to the upstream tensors as well."""
+    """A backward from restored state continues to the upstream tensors as well."""
     outside = Outside()
     shortcut = Shortcut(lambda ctx: outside.buffer.update(emb=ctx.x * 2), [outside.io])
     shortcut(x=weight())
@@ -498,7 +499,7 @@ def test_state_that_required_grad_is_grafted_with_the_attributes() -> None:
 
 
 def test_a_failing_capture_or_restore_names_task_and_io() -> None:
-    """The failure stays itself, with a note; where the capture failed, the run left no cache."""
+    """The failure is unchanged, with a note; after a failed capture there is no cache."""
 
     def fail(*state: Any) -> None:
         raise KeyError("buffer")
@@ -522,7 +523,7 @@ def test_a_failing_capture_or_restore_names_task_and_io() -> None:
 
 
 def test_upstream_parameters_get_zeros_and_downstream_ones_what_they_would_have_got() -> None:
-    """Those upstream stay in the graph; a gradient downstream depends on the values alone.
+    """Upstream parameters stay in the graph; a gradient downstream depends on values only.
 
     Inputs deep in containers count as well as plain ones.
     """
@@ -571,7 +572,7 @@ def test_outputs_keep_their_own_need_for_grad() -> None:
 
 
 def test_an_output_requires_grad_though_no_upstream_does() -> None:
-    """The task's own module made it so; downstream backward finds a graph."""
+    """The task's own module caused it; downstream backward finds a graph."""
     module = torch.nn.Linear(3, 3)
     ctx = Shortcut(lambda ctx: setattr(ctx, "y", module(ctx.x))).twice(lambda: {"x": x()})
     assert ctx.y.requires_grad
@@ -593,7 +594,7 @@ def test_upstream_may_change_between_replays() -> None:
 
 
 def test_a_leaf_comes_back_as_a_leaf() -> None:
-    """As where a graph is cut in two: downstream backward leaves its gradient in .grad."""
+    """If a graph is cut in two, downstream backward leaves its gradient in .grad."""
 
     def cut(ctx: Any) -> None:
         ctx.y = ctx.x.detach().requires_grad_()
@@ -610,7 +611,7 @@ def test_a_leaf_comes_back_as_a_leaf() -> None:
 
 
 def test_a_leaf_handed_on_is_no_input_of_the_other_outputs() -> None:
-    """It gets no gradient through them, in replay as ever."""
+    """It gets no gradient through them, in replay as in the run."""
 
     def hand_on(ctx: Any) -> None:
         ctx.alias, ctx.y = ctx.leaf, ctx.x * 2
@@ -623,7 +624,7 @@ def test_a_leaf_handed_on_is_no_input_of_the_other_outputs() -> None:
 
 
 def test_inputs_that_need_no_gradient_get_no_zeros() -> None:
-    """Of a container with ids and embeddings, only what requires grad joins the graph."""
+    """For a container with ids and embeddings, only what requires grad joins the graph."""
     shortcut = Shortcut(lambda ctx: setattr(ctx, "y", ctx.x[0] * 2))
     for _ in range(2):
         ctx = shortcut(x=[weight() * 1, torch.arange(3), x()])
@@ -642,7 +643,7 @@ def test_gradients_that_the_task_left_come_back() -> None:
 
 
 def test_a_retained_gradient_is_retained_in_replay() -> None:
-    """An output that was told to keep its gradient does so again."""
+    """An output that retained its gradient does so again."""
 
     def keep(ctx: Any) -> None:
         ctx.y = ctx.x * 2
@@ -654,7 +655,7 @@ def test_a_retained_gradient_is_retained_in_replay() -> None:
 
 
 def test_replayed_tasks_in_a_row_stay_connected() -> None:
-    """Each is grafted onto the one before, also where it modifies in place, and that upstream."""
+    """Each is grafted onto the previous one, also if it modifies that one in place."""
     shortcuts = Shortcuts()
     tasks = [
         PipelineTask("a", lambda ctx: setattr(ctx, "y", ctx.x * 2)),
@@ -673,9 +674,9 @@ def test_replayed_tasks_in_a_row_stay_connected() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_grad_mode_on_and_off_have_caches_of_their_own(mode: Any) -> None:
-    """With it off outputs come back plain, and do not cut the graph in training.
+    """With grad mode off, outputs are plain, and do not cut the graph in training.
 
-    The graph of an inner tensor that is handed on cannot be restored there; its values can.
+    The graph of an inner tensor that is passed on cannot be restored there; its values can.
     """
     shortcut = Shortcut(lambda ctx: setattr(ctx, "y", [ctx.x * 2, ctx.inner]))
     inner = weight() * 2
@@ -719,7 +720,7 @@ def test_a_cache_made_across_a_disabling_is_dropped() -> None:
 
 
 def test_what_another_task_sets_meanwhile_is_not_kept() -> None:
-    """Two tasks without an order run on one context; each replay puts back its own outputs."""
+    """Two tasks without an order run on one context; each replay restores its own outputs."""
     shortcuts = Shortcuts()
     inside, go_on = threading.Event(), threading.Event()
 
@@ -780,7 +781,7 @@ def test_tasks_run_at_once_while_others_are_enabled() -> None:
 
 
 class Counted(Loop):
-    """A loop that counts how often its tasks run."""
+    """A loop that counts the runs of its tasks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -862,7 +863,7 @@ def test_a_globally_ordered_task_takes_its_turn_when_replayed() -> None:
 
 
 def test_a_pipeline_checks_its_shortcuts() -> None:
-    """The last iterations are followed by no replay that would notice: a caller can ask."""
+    """No replay follows the last iterations: the caller can ask for the check."""
     tasks = [
         PipelineTask("view", lambda ctx: setattr(ctx, "rows", ctx.batch[1:])),
         PipelineTask("modify", lambda ctx: ctx.batch.add_(1)),

@@ -1,4 +1,4 @@
-"""``shortcut("task", with_=...)``: a task's outputs come from a function or from given values."""
+"""``shortcut("task", with_=...)``: outputs come from a function or from given values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swpipe.shortcut import Shortcuts, control
 
 
 class Job:
-    """Embed, norm, loss, backward; ``norm`` is wrong, and counts its runs."""
+    """A loop of embed, norm, loss and backward; ``norm`` is wrong, and counts its runs."""
 
     def __init__(self) -> None:
         self.weight = nn.Parameter(torch.ones(3))
@@ -58,7 +58,7 @@ def halve(ctx: Any) -> None:
 
 
 def ahead(job: Job) -> PipelinePlan:
-    """Three iterations in flight, on two threads."""
+    """Return a plan with three iterations in flight, on two threads."""
     schedule = {
         "embed": TaskSchedule(0, thread_group="io"),
         "norm": TaskSchedule(1, thread_group="io"),
@@ -70,7 +70,7 @@ def ahead(job: Job) -> PipelinePlan:
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_function_takes_the_place_of_a_task(overlapped: bool) -> None:
-    """In every iteration, with the gradients of what it computes; the task never runs."""
+    """It runs in every iteration, with gradients of its results; the task never runs."""
     job = Job()
     plan = ahead(job) if overlapped else PipelinePlan.serial(job.tasks)
     with SWPipeline(plan, job.tasks, check_effects=False) as pipe:
@@ -83,7 +83,7 @@ def test_a_function_takes_the_place_of_a_task(overlapped: bool) -> None:
 
 
 def test_serial_runs_and_whoever_borrows_the_pipeline_use_it_too() -> None:
-    """On the caller's thread, and by a task as well as by its name."""
+    """They run on the caller's thread, and name the task or its name."""
     job = Job()
     with (
         SWPipeline(PipelinePlan.serial(job.tasks), job.tasks) as pipe,
@@ -112,7 +112,7 @@ def test_given_values_keep_the_graph_connected(values: Any) -> None:
 
 
 def test_a_value_that_requires_grad_is_connected_by_its_giver() -> None:
-    """Its gradient is there afterwards."""
+    """Its gradient exists afterwards."""
     job, given = Job(), torch.ones(3, requires_grad=True)
     with (
         SWPipeline(PipelinePlan.serial(job.tasks), job.tasks) as pipe,
@@ -145,7 +145,7 @@ def test_values_of_any_kind_are_copied_for_each_iteration() -> None:
 
 
 def test_the_last_word_counts() -> None:
-    """A substitute may follow another, and a plain shortcut a substitute."""
+    """A substitute may replace another one, and a plain shortcut a substitute."""
     job = Job()
     tasks = [*job.tasks[:1], PipelineTask("norm", job.norm), *job.tasks[2:]]
     with SWPipeline(PipelinePlan.serial(tasks), tasks) as pipe:
@@ -160,7 +160,7 @@ def test_the_last_word_counts() -> None:
 
 
 def test_a_task_that_is_disabled_just_before_it_runs_runs_itself() -> None:
-    """A worker may have asked a moment ago whether it is shortcut: its substitute is gone."""
+    """A worker may have asked just before whether it is shortcut: its substitute is gone."""
     job, shortcuts = Job(), Shortcuts()
     shortcuts.enable(["norm"], halve)
     shortcuts.disable(["norm"])
@@ -206,7 +206,7 @@ def test_a_pure_task_s_substitute_is_watched_like_the_task() -> None:
 def test_what_cannot_stand_for_a_task_is_refused(
     names: list[str], given: Any, kind: type[Exception], said: str
 ) -> None:
-    """Before anything runs."""
+    """It is refused before anything runs."""
     job = Job()
     with (
         SWPipeline(PipelinePlan.serial(job.tasks), job.tasks) as pipe,
@@ -226,7 +226,7 @@ def test_what_cannot_stand_for_a_task_is_refused(
     ],
 )
 def test_a_substitute_that_fails_is_named(given: Any, kind: type[Exception], said: str) -> None:
-    """By the note of the failure, like the task itself."""
+    """The note of the failure names it, as it would name the task."""
     job = Job()
     with (
         SWPipeline(PipelinePlan.serial(job.tasks), job.tasks) as pipe,
@@ -239,7 +239,7 @@ def test_a_substitute_that_fails_is_named(given: Any, kind: type[Exception], sai
 
 
 def test_ranks_compare_substitutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that replays a task, and one that has another function for it, may wait for ever."""
+    """A rank that replays a task, and one that has a function for it, may wait forever."""
     compared: list[set[str]] = []
     monkeypatch.setattr(
         control, "check_same_shortcuts", lambda digest, act, names, limit: compared.append({*names})

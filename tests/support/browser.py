@@ -1,7 +1,7 @@
-"""Pages seen in a browser: Debian's Chromium, without a screen.
+"""Pages in a browser: Debian's Chromium, without a screen.
 
-No driver is needed: the browser runs the page and a probe, a script of the test that is put at its
-end, writes the document as it is then, and ends. Errors on the console are in what it logs.
+It needs no driver: the browser runs the page and a probe, a script of the test at the page's end,
+writes the resulting document, and ends. Errors on the console are in its log.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _SEEN = "data-seen"
 
 
 class Seen(NamedTuple):
-    """What a probe returned, and the errors on the console."""
+    """The result of a probe, and the errors on the console."""
 
     value: Any
     errors: list[str]
 
 
 def browse(page: str, folder: Path, *flags: str) -> str:
-    """Open a page; what the browser printed, with its log."""
+    """Open a page; return the browser's output with its log."""
     assert CHROMIUM is not None
     file = folder / "page.html"
     file.write_text(page, encoding="utf-8")
@@ -52,7 +52,7 @@ def browse(page: str, folder: Path, *flags: str) -> str:
 
 
 def seen(page: str, folder: Path, probe: str, *flags: str) -> Seen:
-    """What a probe sees of a page.
+    """Return what a probe sees of a page.
 
     Args:
         page: HTML.

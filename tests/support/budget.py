@@ -1,4 +1,4 @@
-"""How many random examples a test runs: a few fixed ones, or, every night, many new ones.
+"""The number of random examples of a test: a few fixed ones, or, every night, many new ones.
 
 Every test that draws examples takes their number, and its seeds, from here.
 
@@ -30,7 +30,7 @@ if FACTOR > 1:  # the workers of xdist inherit it: all of them must collect the 
     os.environ.setdefault("SWPIPE_EXAMPLES_SEED", str(random.SystemRandom().randrange(2**31)))
 
 SEED = int(os.environ["SWPIPE_EXAMPLES_SEED"]) if "SWPIPE_EXAMPLES_SEED" in os.environ else None
-"""None for the fixed examples."""
+"""The seed, or None for the fixed examples."""
 
 _counts: Counter[str] = Counter()
 
@@ -39,8 +39,8 @@ def seeds(kind: str, number: int) -> Iterator[int]:
     """Yield seeds of random examples, and count them.
 
     Args:
-        kind: What an example is: "plans", "loops", "endings" and so on.
-        number: How many there are in the quick suite.
+        kind: The kind of examples: "plans", "loops", "endings" and so on.
+        number: The number of examples in the quick suite.
     """
     begin = SEED or 0
     for seed in range(begin, begin + number * FACTOR):
@@ -49,11 +49,11 @@ def seeds(kind: str, number: int) -> Iterator[int]:
 
 
 def examples(kind: str, number: int, **options: Any) -> Callable[[T], T]:
-    """Let a test of hypothesis run so many examples; stands above ``given``.
+    """Return a decorator that lets hypothesis run so many examples; put it above ``given``.
 
     Args:
-        kind: As for ``seeds``.
-        number: As for ``seeds``.
+        kind: See ``seeds``.
+        number: See ``seeds``.
         options: Further settings of hypothesis.
     """
     from hypothesis import seed, settings  # a GPU machine's own packages may lack it

@@ -1,4 +1,4 @@
-"""The CPU with threads and counters of a test's own."""
+"""The CPU with threads and counters that a test controls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from swpipe.device import CpuDevice
 
 
 class CpuOn(CpuDevice):
-    """The CPU, on a host that a test controls, from which a pipeline takes threads and counters."""
+    """The CPU on a host that a test controls."""
 
     def __init__(self, host: Host) -> None:
         self.host = host

@@ -13,7 +13,7 @@ SIMULATED = not torch.cuda.is_available()
 
 @cache
 def device() -> torch.device:
-    """CUDA, or else the test backend, which the process then sees for ever; or else the CPU."""
+    """Return CUDA, or else the test backend, which cannot be unloaded, or else the CPU."""
     if SIMULATED and backend.why_not() is None:
         backend.load()
     return torch.accelerator.current_accelerator() or torch.device("cpu")

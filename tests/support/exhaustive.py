@@ -23,11 +23,11 @@ Run = tuple[str, int]
 
 
 class TooManyError(Exception):
-    """More states than were asked for."""
+    """The program has more states than the limit."""
 
 
 Runs = int
-"""A set of runs: a bit for each."""
+"""A set of runs, with a bit for each."""
 
 
 class Item(NamedTuple):
@@ -38,11 +38,11 @@ class Item(NamedTuple):
 
 
 class State(NamedTuple):
-    """Where everybody stands.
+    """A state of the exploration.
 
     Attributes:
-        passed: For each lane, how many instructions it has passed.
-        queues: For each stream, what has been submitted and has not run.
+        passed: The number of instructions that each lane has passed.
+        queues: The work of each stream that has been submitted and has not run.
         called: Runs whose functions have returned.
         done: Runs whose device work is done.
     """
@@ -54,11 +54,11 @@ class State(NamedTuple):
 
 
 class Exhaustive:
-    """Explores one program over so many iterations.
+    """An exploration of one program over some iterations.
 
     Args:
         program: A compiled plan.
-        iterations: How many there are.
+        iterations: The number of iterations.
         streams: Whether its device has streams.
         most: States after which to give up.
         loader: Whether calls of the loader have work on the caller's stream.
@@ -66,7 +66,7 @@ class Exhaustive:
     Attributes:
         host_before: Run to the runs whose functions always have returned when it is called.
         device_before: Run to the runs whose device work is always done when its own starts.
-        states: How many there are.
+        states: The number of states.
 
     Raises:
         TooManyError: There are more states than ``most``.
@@ -116,12 +116,12 @@ class Exhaustive:
         return [after for after in (*lanes, *streams) if after is not None]
 
     def _first(self, lane: int, worker: int) -> int:
-        """The number of a worker's first instruction."""
+        """Return the number of a worker's first instruction."""
         of = self._program.lanes[lane]
         return (of.instructions[0].stage + worker) % of.workers * len(of.instructions)
 
     def _pass(self, state: State, thread: int) -> State | None:
-        """(1) The state after a thread's next instruction, or None if it cannot pass it now."""
+        """(1) Return the state after a thread's next instruction, or None if it has to wait."""
         lane, _ = self._threads[thread]
         of = self._program.lanes[lane]
         period, position = divmod(state.passed[thread], len(of.instructions))
@@ -154,7 +154,7 @@ class Exhaustive:
         return State(passed, self._queued(state, ins, i), called, done)
 
     def _queued(self, state: State, ins: Instruction, i: int) -> tuple[tuple[Item, ...], ...]:
-        """The queues, once the instruction has submitted its work."""
+        """Return the queues after an instruction has submitted its work."""
         if not self._has_streams or (ins.task in SOURCES and not self._loader):
             return state.queues
         awaited = 0
@@ -167,7 +167,7 @@ class Exhaustive:
         return (*state.queues[:n], (*state.queues[n], item), *state.queues[n + 1 :])
 
     def _run(self, state: State, n: int) -> State | None:
-        """(2) The state after the head of a queue, or None if it cannot run now."""
+        """(2) Return the state after the head of a queue, or None if it has to wait."""
         if not state.queues[n] or state.queues[n][0].awaited & ~state.done:
             return None
         run = state.queues[n][0].run
@@ -177,5 +177,5 @@ class Exhaustive:
 
 
 def _strike(before: dict[Run, Runs], run: Run, done: Runs) -> None:
-    """Keep of what comes before a run only what is done in this state, too."""
+    """Remove from the runs before ``run`` those that are not done in this state."""
     before[run] = before.get(run, done) & done

@@ -48,13 +48,13 @@ def _always() -> bool:
 
 
 class ExploringHost(Host):
-    """Threads and counters that run one at a time. Made on the thread that drives the pipeline.
+    """Threads and counters that run one at a time; made on the thread that drives the pipeline.
 
     Args:
-        seed: What the choices derive from.
+        seed: The seed of the choices.
 
     Attributes:
-        switches: How often the baton went from one thread to another.
+        switches: The number of switches from one thread to another.
     """
 
     def __init__(self, seed: int) -> None:
@@ -91,13 +91,13 @@ class ExploringHost(Host):
         return _ExploredThread(self, thread, fiber)
 
     def pause(self) -> None:
-        """Let another thread run, perhaps."""
+        """Let another thread run, at random."""
         fiber: _Fiber = self._local.fiber
         if self._random.random() < self._restlessness:
             self._hand_on(fiber)
 
     def wait_until(self, can_run: Callable[[], bool], what: str) -> None:
-        """Let others run until ``can_run``.
+        """Let other threads run until ``can_run`` returns True.
 
         Raises:
             DeadlockError: Nobody can.
@@ -111,7 +111,7 @@ class ExploringHost(Host):
             raise DeadlockError(told)
 
     def _ready(self) -> list[_Fiber]:
-        """Who can run."""
+        """Return the threads that can run."""
         return [fiber for fiber in self._fibers if fiber.can_run()]
 
     def _hand_on(self, fiber: _Fiber) -> None:
@@ -164,7 +164,7 @@ class _ExploredThread:
         return self._thread.ident
 
     def join(self, timeout: float | None = None) -> None:
-        """A timeout means nothing: whoever can end does."""
+        """Wait until the thread ends; the timeout is ignored, since a thread that can end does."""
         if not self._fiber.ended:
             self._host.wait_until(lambda: self._fiber.ended, f"{self._fiber.name} to end")
         self._thread.join()

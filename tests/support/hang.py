@@ -27,7 +27,7 @@ HOUR_S = 3600.0
 
 
 class Hang(Host):
-    """A place to hang in, once; until it is released nobody else stays there.
+    """A place where the first thread that comes hangs, until it is released.
 
     Args:
         monkeypatch: The watchdog gets its time from here.
@@ -36,8 +36,8 @@ class Hang(Host):
     Attributes:
         inside: Somebody hangs, or has.
         release: Lets go of who does.
-        looks: How often the watchdog has looked while somebody did.
-        noticed: As given.
+        looks: The number of looks of the watchdog during the hang.
+        noticed: See the argument.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class Hang(Host):
         self._ident: int | None = None
 
     def hang(self) -> None:
-        """Stay here until the release; at once through if somebody has been here."""
+        """Hang until the release; return at once if a thread has been here before."""
         if not self.inside.is_set():
             self._ident = threading.get_ident()
             self.inside.set()
             self.release.wait()
 
     def monotonic(self) -> float:
-        """An hour more at each look, while somebody hangs."""
+        """Return the time: an hour more at each look while a thread hangs."""
         if self.inside.is_set() and not self.release.is_set() and self.noticed():
             self.looks += 1
         return HOUR_S * self.looks
@@ -68,7 +68,7 @@ class Hang(Host):
         return _Known(super().start(name, target), self)
 
     def holds(self, thread: HostThread) -> bool:
-        """Whether it is this thread that hangs."""
+        """Return whether this thread hangs."""
         return thread.ident == self._ident and not self.release.is_set()
 
 
@@ -82,7 +82,7 @@ class _Known:
         return self._thread.ident
 
     def join(self, timeout: float | None = None) -> None:
-        """Whoever can end is waited for."""
+        """Wait for the thread without a limit, unless it hangs."""
         if not self._hang.holds(self._thread):
             self._thread.join(PATIENCE_S)
 
@@ -91,7 +91,7 @@ class _Known:
 
 
 def has_come_to(pipe: SWPipeline, group: str, task: str, iteration: int) -> bool:
-    """Whether a thread group has come to a task's turn on an iteration."""
+    """Return whether a thread group has reached a task's turn on an iteration."""
     run = pipe._driver.run
     lanes = () if run is None else run.lanes
     return any(

@@ -1,4 +1,4 @@
-"""How many batches a plan holds on an accelerator, against what its order needs."""
+"""The number of batches that a plan holds on an accelerator, compared with its order's need."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ DEPTH = 4
 ARRANGEMENTS = tuple(
     product(((0, 0), (0, 1), (1, 2), (0, 3), (2, 3)), (None, "copy"), ("default", "io"))
 )
-"""Stages of the copy and of the forward, the copy's stream, its thread group."""
+"""The stages of the copy and of the forward, the copy's stream, and its thread group."""
 
 
 class HeldBatches:
-    """Three tasks: a copy makes ``ctx.x``, which the forward reads; the step is the last one.
+    """Three tasks: a copy makes ``ctx.x``, the forward reads it, and a step follows.
 
     Args:
-        device: Where.
-        elements: Of ``ctx.x``, of four bytes each.
+        device: The device of the tensors.
+        elements: The number of elements of ``ctx.x``, of four bytes each.
         keep_busy: Keeps the current stream busy for so many ms.
     """
 
@@ -46,7 +46,7 @@ class HeldBatches:
     def plan(
         self, stages: tuple[int, int], stream: str | None, group: str, keep: Sequence[str] | None
     ) -> PipelinePlan:
-        """Of depth 4."""
+        """Return a plan of depth 4."""
         copy, forward = stages
         return PipelinePlan(
             {
@@ -62,7 +62,7 @@ class HeldBatches:
         )
 
     def peak(self, plan: PipelinePlan, iterations: int = 24) -> float:
-        """The most that the allocator has given out at once, in batches."""
+        """Return the peak of the allocated memory, in batches."""
         accelerator = torch.accelerator
         gc.collect()
         accelerator.synchronize()
@@ -77,9 +77,9 @@ class HeldBatches:
 
 
 def bound(plan: PipelinePlan, *, streams: bool = False) -> int:
-    """In how many iterations ``ctx.x`` may be between its maker and its last reader, at most.
+    """Return the largest number of iterations between the maker and the last reader of ``ctx.x``.
 
-    In every interleaving of the plan's threads; with ``streams``, as predicted for a device.
+    It holds in every interleaving of the plan's threads; with ``streams``, for a device.
     """
     held = TaskMemory((Block("copy", KEPT, 1, "x", users=("forward",)),))
     return bytes_in_flight(HappensBefore.of(resolve_plan(plan), streams=streams), held).total_bytes

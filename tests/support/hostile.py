@@ -29,7 +29,7 @@ ANYTHING = st.recursive(
 
 
 def table(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Some of these fields, and sometimes one that is unknown."""
+    """Return some of these fields, and sometimes an unknown one."""
     return st.builds(
         lambda known, strange: {**known, **({"unknown": 1} if strange == 7 else {})},
         st.fixed_dictionaries({}, optional=fields),
@@ -38,12 +38,12 @@ def table(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]
 
 
 def mostly(good: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """``good`` 29 times of 30, or else anything."""
+    """Return ``good`` 29 times in 30, and otherwise anything."""
     return st.integers(0, 29).flatmap(lambda n: ANYTHING if n == 7 else good)
 
 
 def replaced(data: Any) -> st.SearchStrategy[str]:
-    """``data`` as JSON with one of its values, at any depth, replaced."""
+    """Return ``data`` as JSON with one value, at any depth, replaced."""
     places = [*_places(data)]
     return st.builds(
         lambda place, value: json.dumps(_with(data, place, value)),
@@ -67,7 +67,7 @@ def _with(data: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 
 def edited(text: str) -> st.SearchStrategy[str]:
-    """``text`` with a part of it replaced by another part, or by a few characters."""
+    """Return ``text`` with a part replaced by another part, or by a few characters."""
     at = st.integers(0, len(text))
     part = st.builds(lambda a, b: text[min(a, b) : max(a, b)], at, at)
     return st.builds(
@@ -79,7 +79,7 @@ def edited(text: str) -> st.SearchStrategy[str]:
 
 
 def check_message(error: Exception) -> None:
-    """A message is short, and neither it nor its line has anything that a terminal would obey."""
+    """Check that a message is short, and has nothing that a terminal would obey."""
     text = str(error)
     assert len(text) <= MOST_IN_ALL
     assert text.replace("\n", "").isprintable()

@@ -1,7 +1,7 @@
-"""Counts the bytes that tasks have made and that are still there, while a pipeline runs.
+"""A count of the bytes that tasks have made and that still exist, while a pipeline runs.
 
-It knows nothing of recordings, plans or timelines: a dispatch mode in each task sees what operators
-make, and weak references say what is left of it, at each of them and before and after each task.
+It uses no recordings, plans or timelines: a dispatch mode in each task sees what operators make,
+and weak references show what still exists, at each operator and around each task.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Memory:
 
 
 class LiveBytes:
-    """What is alive of what was made, without what is still there in the end."""
+    """The live bytes of the tensors that tasks have made, without those that remain in the end."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -37,7 +37,7 @@ class LiveBytes:
 
     @property
     def peak(self) -> int:
-        """The most that was found."""
+        """The largest number of live bytes."""
         self.look()
         left = {*self._made.values()}
         return max(accumulate(more for made, more in self._changes if made not in left))
@@ -53,7 +53,7 @@ class LiveBytes:
                 self._changes.append((made, made.size))
 
     def look(self) -> None:
-        """Note what is gone."""
+        """Record which memory is gone."""
         with self._lock:
             for number, made in list(self._made.items()):
                 if made.reference.expired():
@@ -61,7 +61,7 @@ class LiveBytes:
                     del self._made[number]
 
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Batches that are counted when they are pulled."""
+        """Return an iterator whose batches are counted when they are pulled."""
         return map(self._counted, batches)
 
     def _counted(self, batch: Any) -> Any:
@@ -70,7 +70,7 @@ class LiveBytes:
         return batch
 
     def watched(self, tasks: Iterable[PipelineTask]) -> list[PipelineTask]:
-        """The tasks, with what they make counted."""
+        """Return the tasks with their tensors counted."""
         return [replace(task, fn=self._watched(task.fn)) for task in tasks]
 
     def _watched(self, fn: Callable[[Any], None]) -> Callable[[Any], None]:

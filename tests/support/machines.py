@@ -1,7 +1,7 @@
-"""What a random workload's tasks do, on plain numbers and on torch tensors.
+"""The actions of a random workload's tasks, on plain numbers and on torch tensors.
 
-``run_task`` is the one reading of a ``TaskSpec``; a *machine* says what its values are made of. All
-arithmetic depends on the order of its operands, so that any change of order shows in the numbers.
+Only ``run_task`` interprets a ``TaskSpec``; a *machine* defines its values. All arithmetic depends
+on the order of its operands, so that any change of order shows in the numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODULUS = 2**61 - 1
 
 
 class Machine(Protocol):
-    """Makes and changes values.
+    """The interface of a machine, which makes and changes values.
 
     Attributes:
         states: State to its slots, which ``change`` modifies in place.
@@ -35,17 +35,17 @@ class Machine(Protocol):
     def plain(self) -> Machine: ...
 
     def compute(self, tag: int, inputs: Sequence[Any], spec: TaskSpec, i: int) -> Any:
-        """A new value made from ``inputs``, in their order."""
+        """Return a new value made from ``inputs``, in their order."""
 
     def change(self, slot: Any, tag: int, inputs: Sequence[Any], spec: TaskSpec, i: int) -> None:
         """Mix ``inputs`` into a slot."""
 
     def pause(self) -> None:
-        """Between two steps of a task."""
+        """Pause between two steps of a task."""
 
 
 def run_task(machine: Machine, number: int, spec: TaskSpec, ctx: IterContext) -> None:
-    """One task on one iteration: read, change states, set attributes, delete attributes."""
+    """Run a task on an iteration: read, change states, set and delete attributes."""
     i = ctx.iter_idx
     if spec.on_host:
         machine = machine.plain
@@ -79,25 +79,25 @@ def run_task(machine: Machine, number: int, spec: TaskSpec, ctx: IterContext) ->
 
 
 def slot_of(machine: Machine, state: str, i: int) -> Any:
-    """The slot of a state that iteration i uses."""
+    """Return the slot of a state that iteration i uses."""
     slots = machine.states[state]
     return slots[i % len(slots)]
 
 
 def unpacked(value: Any) -> Any:
-    """What lies in the containers that ``run_task`` puts around some values."""
+    """Return the value inside the containers that ``run_task`` puts around some values."""
     while isinstance(value, list | tuple | dict):
         value = next(iter(value.values() if isinstance(value, dict) else value))
     return value
 
 
 def outputs(ctx: IterContext) -> dict[str, Any]:
-    """What an iteration left in its context."""
+    """Return the attributes that an iteration left in its context."""
     return {name: unpacked(value) for name, value in vars(ctx).items() if name != "iter_idx"}
 
 
 def tasks_of(machine: Machine, workload: Workload, *, draws: bool = False) -> list[PipelineTask]:
-    """The workload's tasks on a machine; where it ``draws``, some of them declare it."""
+    """Return the workload's tasks on a machine; with ``draws``, some declare random draws."""
     return [
         PipelineTask(
             spec.name,
@@ -111,7 +111,7 @@ def tasks_of(machine: Machine, workload: Workload, *, draws: bool = False) -> li
 
 
 def reads_of(spec: TaskSpec) -> list[str] | None:
-    """The attributes that a task says that it uses."""
+    """Return the attributes that a task declares to use."""
     return [*spec.touches()] if spec.known else None
 
 
@@ -121,7 +121,7 @@ def serial_outputs(
     batches: Iterable[Any],
     keep: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """The truth: a plain loop, without swpipe's engine; what it leaves of what is kept."""
+    """Return the outputs of a plain loop without swpipe's engine, limited to ``keep``."""
     found = []
     for i, batch in enumerate(batches):
         ctx = IterContext(batch, i)
@@ -133,14 +133,14 @@ def serial_outputs(
 
 
 def mix(tag: int, values: Iterable[int]) -> int:
-    """A number that depends on each value and on their order."""
+    """Return a number that depends on each value and on their order."""
     for value in values:
         tag = (tag * 1_000_003 + value + 1) % MODULUS
     return tag
 
 
 class PlainMachine:
-    """Numbers; a slot is a list of one, and of a value that is carried to a later iteration."""
+    """A machine of numbers; a slot has one, and a value that is carried to a later iteration."""
 
     def __init__(self, workload: Workload) -> None:
         slots = workload.slots | workload.host_slots
@@ -161,7 +161,7 @@ class PlainMachine:
 
 
 class TorchMachine:
-    """float32 tensors of 3; a slot is a parameter, modified in place in two steps."""
+    """A machine of float32 tensors of size 3; a slot is a parameter, modified in two steps."""
 
     def __init__(self, workload: Workload, pause: Callable[[], None]) -> None:
         self.pause = pause
@@ -188,7 +188,7 @@ class TorchMachine:
 
 
 def random_pauses(seed: int, longest_us: float = 150.0) -> Callable[[], None]:
-    """Random pauses, most of none at all: to disturb the threads, not to order them."""
+    """Return a function with random pauses, mostly of length 0, which disturb threads."""
     rng = random.Random(seed)
 
     def pause() -> None:

@@ -1,6 +1,6 @@
-"""What random plans are predicted to hold and what their runs hold, in virtual time.
+"""The predicted and the measured memory of random plans, in virtual time.
 
-Their tasks take the time, and make and free the memory, that a seed says.
+Their tasks take the time, and make and free the memory, that a seed gives.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ITERATIONS = 40
 
 
 class MemoryWork:
-    """A random plan with tasks that allocate; ``costs`` say what they take and hold.
+    """A random plan with tasks that allocate; ``costs`` has their times and memory.
 
     Attributes:
-        live: What is alive of it in ``run``.
+        live: The values of it that are alive in ``run``.
     """
 
     def __init__(self, seed: int, device: Any = "cpu", *, keeps_all: bool = True) -> None:
@@ -72,7 +72,7 @@ class MemoryWork:
         return self._empty(4 * KIB)
 
     def predicted(self, *, streams: bool) -> PeakMemory:
-        """What the simulator says of it."""
+        """Return the simulator's prediction of the peak."""
         found = simulate(self.plan, self.costs, streams=streams).memory
         assert found is not None
         return found

@@ -1,4 +1,4 @@
-"""Notes that tasks of a test take, and that recordings and profiles leave where they are."""
+"""Notes of a test's tasks, which recordings and profiles do not restore."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Notes:
-    """A list in a file, written through its descriptor: what a task writes so is not put back."""
+    """A list in a file, written through its descriptor, so that no trial restores it."""
 
     def __init__(self) -> None:
         number, name = tempfile.mkstemp()
@@ -25,7 +25,7 @@ class Notes:
         os.close(number)
 
     def read(self) -> list[Any]:
-        """All notes."""
+        """Return all notes."""
         found = []
         with self.path.open("rb") as file:
             while file.peek(1):

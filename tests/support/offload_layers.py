@@ -22,7 +22,7 @@ FORWARD_MS, BACKWARD_MS = 2.0, 4.0
 
 
 class _Activations:
-    """What goes from layer to layer; tensors that stay on the context stay on the device."""
+    """A value passed between layers; tensors directly on the context would stay on the device."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -33,8 +33,8 @@ class Layers:
     """Layers on a device, and the tasks of their forward and backward.
 
     Args:
-        count: How many layers.
-        device: Where they are.
+        count: The number of layers.
+        device: The device on which they are.
         keep_busy: Keeps the current stream busy for so many ms.
     """
 
@@ -50,29 +50,29 @@ class Layers:
 
     @property
     def count(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return len(self.weights)
 
     def tasks(self) -> list[PipelineTask]:
-        """The forward of each layer, then the backward of each, in serial order."""
+        """Return the forward tasks of all layers, then the backward tasks, in serial order."""
         numbers = range(self.count)
         tasks = [PipelineTask(f"forward{n}", self._forward(n)) for n in numbers]
         return tasks + [PipelineTask(f"backward{n}", self._backward(n)) for n in reversed(numbers)]
 
     def pairs(self, which: Sequence[int]) -> list[Offload]:
-        """A pair for each of these layers."""
+        """Return a pair for each of these layers."""
         device = str(self.device)
         return [Offload(f"layer{n}", f"forward{n}", f"backward{n}", device) for n in which]
 
     def pipeline(self, which: Sequence[int], run_ahead: int | None = None) -> SWPipeline[Any]:
-        """A pipeline that offloads these layers."""
+        """Return a pipeline that offloads these layers."""
         tasks, pairs = self.tasks(), self.pairs(which)
         plan = with_offload(PipelinePlan.serial(tasks), pairs)
         plan = replace(plan, run_ahead=run_ahead)
         return SWPipeline(plan, offloaded(tasks, pairs), device=str(self.device))
 
     def gradients(self, which: Sequence[int], steps: int = 1) -> list[Tensor]:
-        """The gradients after some steps."""
+        """Return the gradients after some steps."""
         for weight in self.weights:
             weight.grad = None
         with self.pipeline(which) as pipe:
@@ -107,7 +107,7 @@ class Layers:
 
 
 def kept_bytes(layers: Layers, which: Sequence[int]) -> int:
-    """What forwards keep on the device for the backward at most, as measured of the tasks."""
+    """Return the peak of the memory that forwards keep on the device, as measured."""
     tasks = offloaded(layers.tasks(), layers.pairs(which))
     names = [task.name for task in tasks]
     memory = measure_memory(

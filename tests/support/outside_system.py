@@ -1,7 +1,7 @@
 """A system outside the package, in one file: tasks, a plan and a pipeline for a small model.
 
 It uses documented public names of swpipe only. ``tests/test_installing.py`` runs it as a script
-beside a clone, and ``.ci/wheel`` on the built wheel. It prints the number of steps that gave the
+next to a clone, and ``.ci/wheel`` on the built wheel. It prints the number of steps that gave the
 same numbers under the plan as serially.
 """
 

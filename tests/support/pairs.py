@@ -11,16 +11,16 @@ Pair: TypeAlias = tuple[tuple[int, Hashable], tuple[int, Hashable]]
 
 
 def pairs_of(case: Case) -> set[Pair]:
-    """The pairs of values in a case, each value with the number of its parameter."""
+    """Return the pairs of values in a case, each value with the number of its parameter."""
     return set(combinations(enumerate(case), 2))
 
 
 def pairwise_cases(
     *parameters: Iterable[Any], allowed: Callable[[Case], bool] = lambda case: True
 ) -> list[Case]:
-    """Cases in which each pair of values of two parameters occurs, if an allowed case has it.
+    """Return cases that contain each pair of values of two parameters, if an allowed case has it.
 
-    Greedy, and so deterministic: the next case is the one with the most pairs that are missing.
+    The choice is greedy and deterministic: the next case has the most missing pairs.
     """
     whole: Sequence[Case] = [case for case in product(*parameters) if allowed(case)]
     missing = {pair for case in whole for pair in pairs_of(case)}

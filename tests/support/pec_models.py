@@ -1,4 +1,4 @@
-"""A small model on a collection of TorchRec's that PEC exchanges in two parts, and its batches."""
+"""A small model on a collection of TorchRec that PEC exchanges in two parts, with batches."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ FEATURES = 2
 
 
 class Batch(TorchRecBatch):  # type: ignore[misc]
-    """TorchRec's batch, without streams."""
+    """TorchRec's batch without streams."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         there = super().to(device, non_blocking)
         return Batch(there.dense_features, there.sparse_features, there.labels)
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing to record."""
+        """Do nothing: the batch is on a CPU."""
 
 
 class Model(nn.Module):
-    """Sums of each row's embeddings, and a network on these; returns (loss, logits).
+    """A model of sums of each row's embeddings, and a network; returns (loss, logits).
 
-    ``work`` is called in the forward, and in the backward, of the network.
+    ``work`` is called in the network's forward and in its backward.
     """
 
     def __init__(self, rows: int, dim: int, work: Any = None) -> None:
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 class _Network(nn.Module):
-    """All that comes after the tables; no leaf of a trace looks into it."""
+    """All that comes after the tables, as one leaf of a trace."""
 
     def __init__(self, net: nn.Module, work: Any) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def sharded(
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
     work: Any = None,
 ) -> nn.Module:
-    """The same model on every rank and call, its rows dealt to the ranks."""
+    """Return a model with the same weights on every rank, with its rows sharded."""
     torch.manual_seed(3)
     model = Model(rows, dim, work)
     for parameter in model.tables.parameters():
@@ -113,7 +113,7 @@ def sharded(
 
 
 def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """SGD for all parameters that no fused optimizer updates."""
+    """Return an SGD optimizer of all parameters that no fused optimizer updates."""
     named = in_backward_optimizer_filter(model.named_parameters())
     return torch.optim.SGD([parameter for _, parameter in named], lr=0.05)
 
@@ -121,7 +121,7 @@ def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def batches(
     count: int, rows: int = 64, batch: int = 6, ids: int = 3, shared: float = 0.3
 ) -> Iterator[Batch]:
-    """This rank's part of batches; a share of the ids of each is in the batch before."""
+    """Yield this rank's part of batches that share some ids with the previous batch."""
     draws = torch.Generator().manual_seed(dist.get_rank())
     last: Tensor | None = None
     for _ in range(count):
@@ -140,7 +140,7 @@ def batches(
 
 
 def everything(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's share of all parameters, copied."""
+    """Return copies of this rank's shard of all parameters."""
     found = {}
     for name, value in model.state_dict().items():
         shards = value.local_shards() if hasattr(value, "local_shards") else None

@@ -1,4 +1,4 @@
-"""The plan of the design's example, plans at random, and tasks that show what ran."""
+"""The plan of the design's example, random plans, and tasks that record their runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ NAMES = ("h2d", "dist", "forward", "backward", "step")
 
 
 NOBODY_ELSE = DeclaredIO(state=DRAWS.name, mode="r", others="")
-"""Of a random task: neither the loop's body nor any other task draws from torch's generators."""
+"""Facts of a random task: neither the loop's body nor another task draws from torch's generators.
+"""
 
 
 def piped(depth: int | None = 3) -> PipelinePlan:
-    """Three stages on two thread groups."""
+    """Return a plan of three stages on two thread groups."""
     return PipelinePlan(
         schedule={
             "h2d": TaskSchedule(stage=0, stream="memcpy", thread_group="io"),
@@ -37,7 +38,7 @@ def piped(depth: int | None = 3) -> PipelinePlan:
 
 
 def spread(groups: Iterable[str] = ("io", "dist", "default", "default", "late")) -> PipelinePlan:
-    """The same tasks, one chain over four stages, on the thread groups given."""
+    """Return a plan of the same tasks as a chain over four stages, on the given thread groups."""
     stages = (0, 1, 2, 2, 3)
     return PipelinePlan(
         schedule={
@@ -49,13 +50,13 @@ def spread(groups: Iterable[str] = ("io", "dist", "default", "default", "late"))
 
 
 def going(before: HappensBefore, uses: Uses, keep: Sequence[str]) -> dict[str, str]:
-    """Attribute to the task at whose turn it goes, of those that are not kept."""
+    """Return, for each attribute that is not kept, the task at which it is deleted."""
     found = releases_of(before, uses, keep).at
     return {name: task for task, each in found.items() for one in each for name in one.names}
 
 
 def task(name: str, fn: Callable[[IterContext], Any] | None = None, **options: Any) -> PipelineTask:
-    """A task that runs ``fn``, if given, and sets the attribute of its own name to the batch."""
+    """Return a task that calls ``fn``, if given, and sets its own attribute to the batch."""
 
     def run(ctx: IterContext) -> None:
         if fn is not None:
@@ -66,12 +67,12 @@ def task(name: str, fn: Callable[[IterContext], Any] | None = None, **options: A
 
 
 def tasks(**fns: Callable[[IterContext], Any]) -> list[PipelineTask]:
-    """The five tasks; those named run the function given for them first."""
+    """Return the five tasks, which first call the functions given for them."""
     return [task(name, fns.get(name)) for name in NAMES]
 
 
 def scattered(plan: PipelinePlan, seed: int) -> PipelinePlan:
-    """The same dependences; stages and threads at random."""
+    """Return the plan with random stages and threads."""
     rng = random.Random(seed)
     stage = {name: rng.randint(0, 3) for name in plan.schedule}
     edges = [*((c, p, 0) for c, p in plan.deps), *plan.cross_iter_deps]

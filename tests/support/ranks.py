@@ -41,11 +41,11 @@ START_S = 120.0
 """Seconds in which all ranks must have imported torch and found each other."""
 
 STOP_S = 20.0
-"""Seconds that ranks have to end when they are no longer needed, or to show where they stand."""
+"""Seconds that ranks have to end when they are no longer needed, or to print their stacks."""
 
 
 WELL_BEFORE_S = 30.0
-"""Half a function's deadline: what is told at once is told by then on the busiest machine."""
+"""Half of a function's deadline: an immediate error comes earlier on the busiest machine."""
 
 
 class RankDied(RuntimeError):
@@ -53,12 +53,12 @@ class RankDied(RuntimeError):
 
 
 class RanksTimeout(RuntimeError):
-    """A function did not end on all ranks by its deadline; the message has every rank's stacks."""
+    """A function did not end on all ranks by its deadline; the message has all stacks."""
 
 
 @dataclass(frozen=True)
 class _Raised:
-    """An exception on its way to the test: put together there without calling ``__init__``."""
+    """An exception as data, from which it is rebuilt without a call of ``__init__``."""
 
     kind: type[BaseException]
     args: tuple[Any, ...]
@@ -85,10 +85,10 @@ class _Raised:
 
 
 class Ranks:
-    """N local ranks that run functions together.
+    """Local ranks that run functions together.
 
     Args:
-        size: How many.
+        size: The number of ranks.
         deadline_s: Seconds that a function has, where ``run`` is not told otherwise.
         grace_s: Seconds that the other ranks have to come back, too, once one has failed.
     """
@@ -102,7 +102,7 @@ class Ranks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, deadline_s: float | None = None) -> list[Any]:
-        """What ``fn(*args)`` returns on each rank.
+        """Return the result of ``fn(*args)`` on each rank.
 
         Raises:
             BaseException: What the first rank to fail raised, as itself, with notes of its rank and
@@ -118,7 +118,7 @@ class Ranks:
         return self._gather(name, self.deadline_s if deadline_s is None else deadline_s)
 
     def stop(self) -> None:
-        """End all processes, whatever they are doing after a while."""
+        """End all processes, after a while whatever they are doing."""
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + STOP_S
@@ -145,7 +145,7 @@ class Ranks:
         self._gather("the start of the ranks", START_S)
 
     def _gather(self, name: str, within_s: float) -> list[Any]:
-        """One answer of each rank; all that failed ends here."""
+        """Return the answer of each rank; if any failed, end all of them."""
         deadline = time.monotonic() + within_s
         answers: dict[int, Any] = {}
         failed = False
@@ -180,7 +180,7 @@ class Ranks:
             return RankDied(f"rank {rank} died inside {name} (exit code {code})")
 
     def _failure(self, answers: dict[int, Any]) -> BaseException:
-        """The first failure, as itself; one rank's death comes before what it led others to."""
+        """Return the first failure; the death of a rank comes before its effects on others."""
         died = [answer for answer in answers.values() if isinstance(answer, RankDied)]
         raised = {rank: a for rank, a in answers.items() if isinstance(a, _Raised)}
         if died:
@@ -234,7 +234,7 @@ def _after(other: _Raised, answers: dict[int, Any]) -> str:
 
 
 def begin(job: dict[str, Any], descriptors: list[int]) -> None:
-    """A rank's life: what it is told, one thing after the other, until the test hangs up."""
+    """Run functions on this rank, as requested by the test, until it closes the connection."""
     rank, size, folder = job["rank"], job["size"], job["folder"]
     pipe: Connection[Any, Any] = Connection(descriptors[0])
     stacks = os.open(Path(folder, f"stacks{rank}"), os.O_WRONLY | os.O_CREAT)

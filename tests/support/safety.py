@@ -1,7 +1,7 @@
-"""Random plans, right and wrong, for random work; and whether they are right, by trying everything.
+"""Random plans, right and wrong, for random work; and a check of them by exhaustive search.
 
-What a workload's tasks touch is known (``effects_of``). ``fights`` says by exhaustive exploration
-where a plan does not keep the serial order though it matters; it shares nothing with verification.
+The effects of a workload's tasks are known (``effects_of``). ``fights`` finds, by exhaustive
+exploration, where a plan breaks a serial order that matters. It shares no code with verification.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ KINDS = (True, False)
 """Whether a device has streams."""
 
 verify_tasks = partial(verify, pull_ahead=True, body=False)
-"""Asks of the tasks alone: the loader is apart, and the loop has no body."""
+"""Verifies the tasks alone: the loader is separate, and the loop has no body."""
 
 
 def small_workload(rng: random.Random, most_tasks: int = 4) -> Workload:
-    """Work whose states have one slot each: what a table of effects can speak of."""
+    """Return work whose states have one slot each, as a table of effects assumes."""
     workload = random_workload(rng, most_tasks)
     return replace(workload, slots=dict.fromkeys(workload.slots, 1))
 
 
 def effects_of(workload: Workload) -> dict[str, Effects]:
-    """What the tasks touch, in serial order."""
+    """Return the effects of the tasks, in serial order."""
     table = {}
     for task in workload.tasks:
         states = {Location(use.state, True): use.writes for use in task.states}
@@ -50,7 +50,7 @@ def effects_of(workload: Workload) -> dict[str, Effects]:
 
 
 def with_loader(rng: random.Random, effects: EffectTable) -> dict[str, Effects]:
-    """The same tasks, and a loader that makes the batch and uses some of their states."""
+    """Return the effects with a loader that makes the batch and uses some of the states."""
     states = {place for e in effects.values() for place in e.reads | e.writes if place.persistent}
     used = frozenset(place for place in sorted(states) if rng.random() < 0.3)
     changed = frozenset(place for place in sorted(used) if rng.random() < 0.5)
@@ -59,13 +59,13 @@ def with_loader(rng: random.Random, effects: EffectTable) -> dict[str, Effects]:
 
 
 def without(plan: PipelinePlan, edge: tuple[str, tuple[object, ...]]) -> PipelinePlan:
-    """The plan without one entry of one of its lists."""
+    """Return the plan without one entry of one of its lists."""
     key, entry = edge
     return replace(plan, **{key: [other for other in getattr(plan, key) if other != entry]})  # type: ignore[arg-type]
 
 
 def edges_of(plan: PipelinePlan) -> Iterator[tuple[str, tuple[object, ...]]]:
-    """Every dependence that the plan declares: the list that it stands in, and the entry."""
+    """Yield every dependence that the plan declares, with the name of its list."""
     for key in ("deps", "cross_iter_deps", "same_period_deps"):
         yield from ((key, entry) for entry in getattr(plan, key))
 
@@ -73,7 +73,7 @@ def edges_of(plan: PipelinePlan) -> Iterator[tuple[str, tuple[object, ...]]]:
 def random_pair(
     seed: int, most_tasks: int = 4, most_workers: int = 1
 ) -> tuple[PipelinePlan, Workload]:
-    """Work and a plan for it, which lacks nothing, or some, or all that it needs."""
+    """Return work and a plan for it, which lacks none, some or all of the necessary edges."""
     rng = random.Random(seed)
     workload = small_workload(rng, most_tasks)
     plan = random_plan(rng, workload, most_workers)
@@ -90,7 +90,7 @@ def random_pair(
 def orders(
     plan: PipelinePlan, iterations: int, *, streams: bool, most: int = 2_000, loader: bool = True
 ) -> dict[Run, frozenset[Run]]:
-    """Each run of a task to those that always come before it, on the host and on the device."""
+    """Return, for each run of a task, the runs that always come before it."""
     program = compile_plan(resolve_plan(plan), streams=streams)
     found = Exhaustive(program, iterations, streams=streams, most=most, loader=loader)
     before = found.host_before
@@ -106,9 +106,9 @@ def orders(
 
 
 def meetings(effects: EffectTable, iterations: int) -> Iterator[tuple[Run, Run, Location]]:
-    """Every two runs that touch one place, one of them writing it; the one that is serially first.
+    """Yield every two runs that access one location, one of them writing, in serial order.
 
-    Of an attribute each iteration has its own.
+    Each iteration has its own attributes.
     """
     runs = [(task, i) for i in range(iterations) for task in effects]
     for first, then in combinations(runs, 2):
@@ -127,7 +127,7 @@ def fights(
     iterations: tuple[int, ...] = (1, 2),
     most: int = 2_000,
 ) -> set[frozenset[str]]:
-    """The pairs of tasks that do not always meet in serial order, in runs of so many iterations.
+    """Return the pairs of tasks that do not always run in serial order, in runs of such length.
 
     Raises:
         TooManyError: A run has more than ``most`` states.
@@ -144,7 +144,7 @@ def fights(
 def is_as_stale_as_allowed(
     plan: PipelinePlan, effects: EffectTable, *, streams: bool, iterations: tuple[int, ...]
 ) -> bool:
-    """Whether reads are shifted by as much as ``stale`` and ``newer`` allow, and always equally."""
+    """Return whether reads are shifted as ``stale`` and ``newer`` allow, and always equally."""
     table = list(effects)
     for count in iterations:
         before = orders(plan, count, streams=streams)

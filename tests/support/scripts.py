@@ -1,7 +1,7 @@
 """Python scripts in processes of their own, forked from one that has imported torch already.
 
-A script is ``__main__``, from its first line to the interpreter's shutdown. One that is to show
-what an import does, or what a launcher, needs an interpreter of its own.
+A script is ``__main__``, from its first line to the interpreter's shutdown. A script that tests an
+import or a launcher needs an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Script:
-    """What runs as ``__main__``.
+    """A script that runs as ``__main__``.
 
     Attributes:
         code: Python source; or else
@@ -39,7 +39,7 @@ class Script:
         module: a module, as of ``python -m``.
         args: ``sys.argv`` without the first.
         environment: Variables besides those of the server.
-        folder: Where it runs.
+        folder: The folder in which it runs.
         errors: Warnings that are errors, by the names of their classes.
         is_torn_down: Whether modules and daemon threads are taken down at its end, which takes
             long; without it threads are joined and exit functions called all the same.
@@ -56,7 +56,7 @@ class Script:
 
 
 def as_torchrun(size: int) -> list[dict[str, str]]:
-    """The variables of each rank of a job on this machine."""
+    """Return the variables of each rank of a job on this machine."""
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
     told["TORCHELASTIC_RUN_ID"] = "here"
     sizes = {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
@@ -64,12 +64,12 @@ def as_torchrun(size: int) -> list[dict[str, str]]:
 
 
 class Ended(NamedTuple):
-    """How a script ended.
+    """The result of a script.
 
     Attributes:
-        returncode: As of ``subprocess``: below 0, the signal.
-        stdout: What it printed.
-        stderr: What it said.
+        returncode: The exit code; below 0, the signal, as in ``subprocess``.
+        stdout: Its standard output.
+        stderr: Its standard error.
     """
 
     returncode: int
@@ -82,7 +82,7 @@ class LateError(RuntimeError):
 
 
 class Scripts:
-    """Runs scripts.
+    """A runner of scripts.
 
     Args:
         kind: The server that they are forked from, of ``servers.IMPORTED``.
@@ -98,7 +98,7 @@ class Scripts:
     def run_together(
         self, scripts: Sequence[Script], deadline_s: float = DEADLINE_S
     ) -> list[Ended]:
-        """Run some at the same time.
+        """Run several scripts at the same time.
 
         Raises:
             LateError: One had not ended by the deadline.
@@ -131,7 +131,7 @@ def _text(file: IO[bytes]) -> str:
 
 
 def begin(job: dict[str, Any], outputs: list[int]) -> None:
-    """Be the script, in this process."""
+    """Become the script in this process."""
     for number, output in enumerate(outputs, start=1):
         os.dup2(output, number)
         os.close(output)

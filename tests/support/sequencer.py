@@ -1,4 +1,4 @@
-"""Order threads in tests without sleeping."""
+"""Ordering of threads in tests without sleeping."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def await_event(event: threading.Event, what: str) -> None:
 
 
 def swpipe_threads(within_s: float = PATIENCE_S) -> list[str]:
-    """Threads of swpipe's that are alive, when those that end have had time to.
+    """Return the living threads of swpipe, after those that end had time to do so.
 
-    One whose work is done, so that nobody waits for it any more, is still counted for a moment.
+    A thread whose work is done, which is joined no longer, still counts for a moment.
     """
     deadline = time.monotonic() + within_s
     while names := [t.name for t in threading.enumerate() if t.name.startswith("swpipe-")]:

@@ -42,16 +42,16 @@ IMPORTED = {
         "swpipe.tasks.torchrec.pipelines.drop_in",
     ),
 }
-"""What processes find imported, by kind of server; all find what the first has."""
+"""The modules that processes find imported, by kind of server; all find the first kind's."""
 
 _PID_BYTES = 4
 
 _FOLDER = "SWPIPE_TESTS_SERVERS"
-"""The variable that names the folder of the servers' sockets, and the checkout that they serve."""
+"""The variable that names the folder of the servers' sockets and their checkout."""
 
 
 def folder() -> Path:
-    """That of the servers' sockets. Servers begin, unless those that began this process did so."""
+    """Return the folder of the servers' sockets, and start the servers unless a parent did."""
     made, _, of = os.environ.get(_FOLDER, "").partition(" ")
     if of != str(ROOT):
         made = tempfile.mkdtemp(prefix="servers-")
@@ -96,8 +96,8 @@ class Process:
     Args:
         kind: The server to fork it from.
         module: Its ``begin`` is called there, with the job and the descriptors.
-        job: What JSON takes.
-        descriptors: Those of files that the process gets, too.
+        job: Data for JSON.
+        descriptors: The descriptors of files that the process gets, too.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class Process:
         if sent < len(said):  # else the process may have ended: to send nothing is an error then
             self._server.sendall(said[sent:])
         self.pid = int.from_bytes(self._received(_PID_BYTES), "big")
-        """Of the process, which has begun by now."""
+        """The number of the process, which has begun by now."""
 
     def wait(self, within_s: float) -> int | None:
-        """The exit code, as of ``subprocess``; None where it has not ended."""
+        """Return the exit code, as ``subprocess`` does; None if the process has not ended."""
         if self._code is None and select.select([self._server], [], [], max(0.0, within_s))[0]:
             self._code = int(self._received(64))
             self._server.close()
@@ -128,7 +128,7 @@ class Process:
         return said
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process."""
         if self._code is None:
             self._server.shutdown(socket.SHUT_WR)
 
@@ -137,23 +137,23 @@ class Process:
 
 
 class _Running(NamedTuple):
-    """A process, what is readable when it has ended, and what is when its test has."""
+    """A process, with a descriptor that shows its end, and the socket of its test."""
 
     process: int
     ended: int
     test: socket.socket
 
     def close(self) -> None:
-        """Neither is looked at any more."""
+        """Close both descriptors."""
         os.close(self.ended)
         self.test.close()
 
 
 class Server:
-    """Forks a process for each job.
+    """A server that forks a process for each job.
 
     Args:
-        descriptors: Of the listening sockets, by kind; the first kind is this server's own.
+        descriptors: The listening sockets by kind; the first kind is this server's own.
     """
 
     def __init__(self, descriptors: Sequence[str]) -> None:
@@ -167,7 +167,7 @@ class Server:
         self._running: list[_Running] = []
 
     def serve(self) -> tuple[str, dict[str, Any], list[int]]:
-        """Returns in each process that is forked: its module, job and descriptors."""
+        """Serve; return in each forked process, with its module, job and descriptors."""
         while True:
             of_jobs = [source for one in self._running for source in (one.ended, one.test)]
             sources = [self._owner, *self._listeners.values(), *of_jobs]
@@ -186,7 +186,7 @@ class Server:
                     return job
 
     def _end_jobs(self, ready: list[Any]) -> None:
-        """Tell how they ended; kill those of tests that have hung up."""
+        """Report how jobs ended, and kill those of tests that have closed their connection."""
         for one in [one for one in self._running if one.ended in ready]:
             code = os.waitstatus_to_exitcode(os.waitpid(one.process, 0)[1])
             with suppress(OSError):  # the test has hung up
@@ -225,7 +225,7 @@ class Server:
             self._listeners.pop(kind).close()
 
     def _forget(self, kinds: set[str]) -> None:
-        """In a fork: the other servers and their processes are no longer its own."""
+        """Close, in a fork, the other servers' descriptors."""
         for kind in kinds:
             self._listeners.pop(kind).close()
         for one in self._running:
@@ -234,7 +234,7 @@ class Server:
 
 
 def import_all(kind: str) -> None:
-    """Import what processes of this kind find imported."""
+    """Import the modules of this kind of process."""
     for name in IMPORTED[kind]:
         with suppress(ImportError, AttributeError):  # what is not installed
             module = import_module(name)

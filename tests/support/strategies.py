@@ -1,13 +1,14 @@
 """Random work and random plans for it, as plain data.
 
 A *workload* is a serial program: tasks that read, set, rebind and delete attributes of the context,
-and that read or change named states which outlive an iteration. A state may have several slots,
-used in turn, so that iteration i meets what iteration i - slots left there. From who touches what
-follow all dependences (``dependences_of``). A *plan* declares these, or what implies them, and
-draws the rest: stages that read no future, streams, thread groups, global order, ties and depth.
+and that read or change named states which outlive an iteration. A state may have several slots that
+are used in rotation, so that iteration i finds what iteration i - slots left. All dependences
+follow from these accesses (``dependences_of``). A *plan* declares them, or others that imply them,
+and draws the rest: stages without future reads, streams, thread groups, global order, ties and
+depth.
 
-All is drawn from a ``random.Random``: hypothesis gives one that it can shrink (``cases``), loops
-over seeds have their own (``random_case``).
+Everything is drawn from a ``random.Random``: hypothesis gives one that it can shrink (``cases``),
+and loops over seeds have their own (``random_case``).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class StateUse(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """One task.
+    """A task of a workload.
 
     Attributes:
         name: Its name.
@@ -45,12 +46,12 @@ class TaskSpec:
         sets: Attributes that it then sets or rebinds.
         deletes: Attributes that it deletes in the end.
         states: The states that it reads, and changes before it sets anything.
-        draws: It draws random numbers, where it runs on a machine that has them.
+        draws: Whether it draws random numbers, if the machine has them.
         passes: (attribute, another one that it then sets to the same value).
         saves: An attribute whose value it leaves outside of the context, as autograd does.
         takes: The task that has left such a value, which it uses and drops.
-        known: It says which attributes it uses.
-        on_host: It works on plain numbers alone, and hands values on without looking at them.
+        known: Whether it declares the attributes that it uses.
+        on_host: Whether it uses plain numbers only, and passes values on without reading them.
         carries: (state, attribute, another one): it leaves the attribute's value in the state, and
             sets the other one to the value that it finds there.
     """
@@ -69,7 +70,7 @@ class TaskSpec:
     carries: tuple[str, str, str] | None = None
 
     def touches(self) -> dict[str, bool]:
-        """Attribute to whether the task changes it."""
+        """Return, for each attribute of the task, whether the task changes it."""
         passes = (*self.passes, *([self.carries[1:]] if self.carries else []))
         changed = (*self.sets, *self.deletes, *(new for _, new in passes))  # in order
         used = (*self.reads, *(old for old, _ in passes), *changed)
@@ -101,14 +102,14 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """What one test runs.
+    """The input of one test.
 
     Attributes:
-        workload: What to compute.
-        plan: How.
-        batches: What the iterator gives, None among it.
-        drains: After how many iterations the pipeline is drained and given another iterator.
-        seed: For whatever else is drawn.
+        workload: The computation.
+        plan: The plan.
+        batches: The batches of the iterator, with None among them.
+        drains: The iterations after which the pipeline is drained and gets another iterator.
+        seed: The seed for all other draws.
     """
 
     workload: Workload
@@ -122,7 +123,7 @@ class Case:
 
 
 def random_workload(rng: random.Random, most_tasks: int = 7) -> Workload:
-    """A program of one to ``most_tasks`` tasks."""
+    """Return a program of one to ``most_tasks`` tasks."""
     slots = {f"state{n}": rng.choice((1, 1, 1, 2, 3)) for n in range(rng.randint(0, 3))}
     there = ["batch"]
     tasks = []
@@ -141,7 +142,7 @@ def random_workload(rng: random.Random, most_tasks: int = 7) -> Workload:
 
 
 def with_keep(rng: random.Random, workload: Workload) -> Workload:
-    """Tasks that give attributes a second name, or keep values outside; most say what they use."""
+    """Return tasks that alias attributes, or keep values outside; most declare their use."""
     there, tasks = ["batch"], list[TaskSpec]()
     for n, task in enumerate(workload.tasks):
         reads = tuple(dict.fromkeys((*task.reads, *(a for a in there if rng.random() < 0.1))))
@@ -162,7 +163,7 @@ def with_keep(rng: random.Random, workload: Workload) -> Workload:
 
 
 def with_hosts(rng: random.Random, workload: Workload) -> Workload:
-    """The workload with tasks of the host alone among its own, which use what these make."""
+    """Return the workload with added tasks of the host alone, which use what they make."""
     slots = {f"host{n}": rng.choice((1, 1, 2, 3)) for n in range(rng.randint(1, 2))}
     there, numbers, more, tasks = ["batch"], list[str](), list[str](), list[TaskSpec]()
     for n, task in enumerate(workload.tasks):
@@ -205,7 +206,7 @@ def with_hosts(rng: random.Random, workload: Workload) -> Workload:
 
 
 def _taken_once(tasks: Iterable[TaskSpec]) -> Iterator[TaskSpec]:
-    """What one task has left another one takes, and nobody else."""
+    """Yield tasks such that what a task has left is taken by one other task only."""
     taken = set[str]()
     for task in tasks:
         yield replace(task, takes=None) if task.takes in taken else task
@@ -213,7 +214,7 @@ def _taken_once(tasks: Iterable[TaskSpec]) -> Iterator[TaskSpec]:
 
 
 def dependences_of(workload: Workload) -> set[Edge]:
-    """Every order that a serial run keeps between two tasks: one changes what both touch."""
+    """Return every order between two tasks that both use something, one of them changing it."""
     edges = set()
     for (i, first), (j, then) in permutations(enumerate(workload.tasks), 2):
         if i < j and _conflict(first.touches(), then.touches()):
@@ -233,7 +234,7 @@ def _conflict(a: dict[str, bool], b: dict[str, bool]) -> bool:
 
 
 def _shared_states(a: TaskSpec, b: TaskSpec) -> Iterator[str]:
-    """States that both use and one of them writes."""
+    """Yield the states that both tasks use and one of them writes."""
     writes = dict(a.states)
     yield from (
         use.state for use in b.states if use.state in writes and (use.writes or writes[use.state])
@@ -244,7 +245,7 @@ def _shared_states(a: TaskSpec, b: TaskSpec) -> Iterator[str]:
 
 
 def random_plan(rng: random.Random, workload: Workload, most_workers: int = 1) -> PipelinePlan:
-    """A plan that orders all that has to be ordered, and passes verification.
+    """Return a plan that keeps all necessary orders, and passes verification.
 
     With ``most_workers``, some groups have several.
     """
@@ -291,7 +292,7 @@ def random_plan(rng: random.Random, workload: Workload, most_workers: int = 1) -
 
 
 def _pulling(rng: random.Random, plan: PipelinePlan) -> PipelinePlan:
-    """Batches are pulled by the caller, by a group of their own, or by one that tasks have."""
+    """Return the plan with batches pulled by the caller, by a group, or by one with tasks."""
     theirs = [group for group in plan.thread_groups[1:2] if plan.workers(group) == 1]
     group = rng.choice((None, None, "loader", *theirs))
     depth = plan.pipeline_depth
@@ -301,7 +302,7 @@ def _pulling(rng: random.Random, plan: PipelinePlan) -> PipelinePlan:
 
 
 def _stages(rng: random.Random, names: Sequence[str], edges: Iterable[Edge]) -> dict[str, int]:
-    """Random stages, raised until no dependence reads the future."""
+    """Return random stages, raised until no dependence reads the future."""
     last = _rather_many(rng, 3)
     stage = {name: rng.randint(0, last) for name in names}
     changed = True
@@ -316,7 +317,7 @@ def _stages(rng: random.Random, names: Sequence[str], edges: Iterable[Edge]) -> 
 
 
 def _after_themselves(workload: Workload, workers: Mapping[str, int]) -> set[Edge]:
-    """The orders that a task keeps with itself where it is alone on its thread, or says so."""
+    """Return the orders of tasks with their own earlier runs."""
     own = {Edge(name, name, count) for name, count in workers.items() if count > 1}
     slots = workload.slots | workload.host_slots
     return own | {
@@ -329,7 +330,7 @@ def _after_themselves(workload: Workload, workers: Mapping[str, int]) -> set[Edg
 
 
 def _level(stage: dict[str, int], groups: list[list[str]], edges: set[Edge]) -> None:
-    """Raise stages until the tasks of each group have one, and no dependence reads the future."""
+    """Raise stages until all tasks of a group share one, and no dependence reads the future."""
     before: dict[str, int] = {}
     while before != stage:
         before = dict(stage)
@@ -341,9 +342,10 @@ def _level(stage: dict[str, int], groups: list[list[str]], edges: set[Edge]) -> 
 
 
 def _reduced(rng: random.Random, edges: set[Edge], several: Set[str] = frozenset()) -> set[Edge]:
-    """Without edges that others imply: a user need not write those.
+    """Return the edges without those that others imply, which a user need not write.
 
-    Of ``several``, which have more than one worker, a sooner iteration need not be done sooner.
+    A task in ``several`` has more than one worker, so an earlier iteration need not be done
+    earlier.
     """
     kept = set(edges)
     for edge in _shuffled(rng, sorted(edges)):
@@ -354,7 +356,7 @@ def _reduced(rng: random.Random, edges: set[Edge], several: Set[str] = frozenset
 
 
 def _implied(edge: Edge, others: Iterable[Edge]) -> bool:
-    """Whether a path of no greater distance leads from producer to consumer."""
+    """Return whether a path of no greater distance leads from producer to consumer."""
     best = {edge.producer: 0}
     changed = True
     while changed:
@@ -369,11 +371,11 @@ def _implied(edge: Edge, others: Iterable[Edge]) -> bool:
 
 
 def _with_more(rng: random.Random, plan: PipelinePlan) -> PipelinePlan:
-    """Some ``same_period_deps``, for others or on top of them, and an ``order``."""
+    """Return the plan with ``same_period_deps``, added or replacing others, and an ``order``."""
     stage = {name: entry.stage for name, entry in plan.schedule.items()}
     for edge in (*((c, p, 0) for c, p in plan.deps), *plan.cross_iter_deps):
         consumer, producer, distance = edge
-        # Of two iterations of one task the sooner is done sooner: one nearer by will do as well.
+        # Of two iterations of one task the earlier ends earlier: a nearer one is as good.
         if min(plan.schedule[name].workers for name in edge[:2]) > 1:
             continue
         if 0 <= stage[producer] - stage[consumer] <= distance and rng.random() < 0.2:
@@ -393,7 +395,7 @@ def _with_more(rng: random.Random, plan: PipelinePlan) -> PipelinePlan:
 
 
 def _if_acyclic(plan: PipelinePlan, **changes: Iterable[Sequence[Any]]) -> PipelinePlan:
-    """The changed plan, or the plan as it was if that would be a cycle."""
+    """Return the changed plan, or the plan as it was if the change makes a cycle."""
     old = {field.name: getattr(plan, field.name) for field in fields(plan) if field.init}
     changed = PipelinePlan(**{**old, **changes})
     try:
@@ -404,7 +406,7 @@ def _if_acyclic(plan: PipelinePlan, **changes: Iterable[Sequence[Any]]) -> Pipel
 
 
 def _rather_many(rng: random.Random, most: int) -> int:
-    """From 0 to ``most``, and more often much than little."""
+    """Return a number from 0 to ``most``, more often a large than a small one."""
     return max(rng.randint(0, most), rng.randint(0, most))
 
 
@@ -423,7 +425,7 @@ def draw_case(
     workload: Workload | None = None,
     most_workers: int = 1,
 ) -> Case:
-    """A workload, a plan for it, and data that ends anywhere from at once to three depths later."""
+    """Draw a workload, a plan, and data whose length is from 0 to three depths."""
     workload = workload or random_workload(rng, most_tasks)
     plan = random_plan(rng, workload, most_workers)
     count = _rather_many(rng, 3 * plan.depth)
@@ -433,13 +435,13 @@ def draw_case(
 
 
 def with_run_ahead(case: Case) -> Case:
-    """The case with a limit of its own, or that which it has by default, for a device."""
+    """Return the case with a run-ahead limit of its own, or with the default."""
     ahead = random.Random(case.seed).choice((None, None, 0, 1, 2, 3))
     return replace(case, plan=replace(case.plan, run_ahead=ahead))
 
 
 def keeping_case(seed: int, most_tasks: int = 7) -> Case:
-    """The case of a seed, under a plan that keeps some attributes only."""
+    """Return the case of a seed, under a plan that keeps only some attributes."""
     rng = random.Random(seed)
     workload = with_keep(rng, random_workload(rng, most_tasks))
     case = draw_case(rng, most_tasks, workload)
@@ -451,7 +453,7 @@ MOST_WORKERS = 4
 
 
 def worked_case(seed: int, most_tasks: int = 7) -> Case:
-    """The case of a seed, under a plan with groups of several workers; half of them keep little."""
+    """Return the case of a seed, with groups of several workers; half of them keep little."""
     rng = random.Random(seed)
     workload = random_workload(rng, most_tasks)
     if not seed % 2:
@@ -463,7 +465,7 @@ def worked_case(seed: int, most_tasks: int = 7) -> Case:
 
 
 def hosted_case(seed: int, most_tasks: int = 5) -> Case:
-    """The case of a seed, with tasks of the host alone; some keep little, some have workers."""
+    """Return the case of a seed, with host tasks; some keep little, some have workers."""
     rng = random.Random(seed)
     workload = random_workload(rng, most_tasks)
     keeps = not seed % 2
@@ -476,7 +478,7 @@ def hosted_case(seed: int, most_tasks: int = 5) -> Case:
 
 
 def _left(workload: Workload) -> Iterable[str]:
-    """The attributes that an iteration has in the end."""
+    """Return the attributes that an iteration has in the end."""
     there = {"batch": True}
     for task in workload.tasks:
         there |= dict.fromkeys(task.touches(), True) | dict.fromkeys(task.deletes, False)
@@ -484,11 +486,11 @@ def _left(workload: Workload) -> Iterable[str]:
 
 
 def random_case(seed: int, most_tasks: int = 7) -> Case:
-    """The case of a seed."""
+    """Return the case of a seed."""
     return draw_case(random.Random(seed), most_tasks)
 
 
 def cases(most_tasks: int = 7, most_workers: int = 1) -> st.SearchStrategy[Case]:
-    """Cases that hypothesis can shrink."""
+    """Return a strategy of cases that hypothesis can shrink."""
     rng = st.randoms(use_true_random=False)
     return st.builds(draw_case, rng, st.just(most_tasks), st.none(), st.just(most_workers))

@@ -1,4 +1,4 @@
-"""What devices of the tests share: each thread has a current stream."""
+"""The common part of the tests' devices: each thread has a current stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The net under the other tests holds."""
+"""The checks after each test work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support import garbage
 
 
 def test_a_thread_of_swpipe_that_still_runs_is_seen() -> None:
-    """A swpipe thread counts as left behind while it runs, daemon or not, and not once it ended."""
+    """A swpipe thread counts as left behind while it runs, daemon or not."""
     before, release = set(threading.enumerate()), threading.Event()
     thread = threading.Thread(target=release.wait, name="swpipe-io", daemon=True)
     thread.start()
@@ -21,7 +21,7 @@ def test_a_thread_of_swpipe_that_still_runs_is_seen() -> None:
 
 
 def test_a_foreign_daemon_thread_is_left_alone() -> None:
-    """A library's daemon thread is its own business; a thread that would block exit is not."""
+    """A library's daemon thread is ignored; a thread that would block exit is not."""
     before, release = set(threading.enumerate()), threading.Event()
     foreign = threading.Thread(target=release.wait, name="tqdm-monitor", daemon=True)
     blocking = threading.Thread(target=release.wait, name="forgotten")
@@ -34,7 +34,7 @@ def test_a_foreign_daemon_thread_is_left_alone() -> None:
 
 
 def is_searched(value: object) -> bool:
-    """Whether the collector searches an object."""
+    """Return whether the collector searches an object."""
     return any(searched is value for searched in gc.get_objects())
 
 

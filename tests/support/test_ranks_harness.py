@@ -1,4 +1,4 @@
-"""What tests on several ranks stand on: results, failures and ends of ``tests.support.ranks``."""
+"""``tests.support.ranks``: results, failures and ends."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _alive(pid: int) -> bool:
 
 
 def test_what_all_ranks_raise_arrives_as_itself_and_the_group_lives_on(two_ranks: Ranks) -> None:
-    """The first failure in time is raised; the others' stand in notes."""
+    """The first failure in time is raised; the others are in notes."""
     before = two_ranks.run(_pid)
     with pytest.raises(LookupError, match="of rank 1") as caught:
         two_ranks.run(_all_raise)
@@ -95,7 +95,7 @@ def test_what_cannot_be_pickled_is_told(two_ranks: Ranks) -> None:
 
 @pytest.mark.slow
 def test_one_failing_rank_ends_all_within_seconds() -> None:
-    """Its exception arrives as itself, whatever its class takes; the other rank is killed."""
+    """Its exception is raised unchanged, with any arguments; the other rank is killed."""
     with Ranks(2, grace_s=0.5) as ranks:
         before = ranks.run(_pid)
         begin_s = time.monotonic()
@@ -109,14 +109,14 @@ def test_one_failing_rank_ends_all_within_seconds() -> None:
 
 
 def test_a_rank_that_dies_is_named() -> None:
-    """Not what its death led the other rank to."""
+    """The error is not the one that its death caused on the other rank."""
     with Ranks(2) as ranks, pytest.raises(RankDied, match=r"rank 0 died .*_one_dies .*code 7"):
         ranks.run(_one_dies)
 
 
 @pytest.mark.slow
 def test_a_deadline_that_passes_shows_all_stacks_and_leaves_no_process() -> None:
-    """The error names the late rank and where each one stands."""
+    """The error names the late rank and the stack of each."""
     with Ranks(2) as ranks:
         before = ranks.run(_pid)
         with pytest.raises(RanksTimeout, match=r"ranks \[1\] within 4 s") as caught:

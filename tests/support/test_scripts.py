@@ -1,4 +1,4 @@
-"""What tests on scripts stand on: a forked script is one like any other, up to its exit code."""
+"""Forked scripts behave like others, up to their exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sys.exit(3)
 def test_a_script_has_arguments_variables_and_a_folder_and_ends_in_good_order(
     scripts: Scripts, tmp_path: Path
 ) -> None:
-    """What runs at the interpreter's shutdown runs."""
+    """What runs at the interpreter's shutdown runs, too."""
     script = Script(WHOLE, args=("a", "b"), environment={"TOLD": "yes"}, folder=str(tmp_path))
     printed = f"__main__ ['a', 'b'] yes {tmp_path} \ntorn down\n"
     assert scripts.run(script) == (3, printed, "said\n")
@@ -31,13 +31,13 @@ def test_a_script_has_arguments_variables_and_a_folder_and_ends_in_good_order(
 
 
 def test_scripts_know_nothing_of_each_other(scripts: Scripts) -> None:
-    """What one changes in a module is as before for the next."""
+    """A module that one changes is unchanged for the next."""
     assert scripts.run(Script("import torch; torch.planted = 1")).returncode == 0
     assert scripts.run(Script("import torch; print(hasattr(torch, 'planted'))")).stdout == "False\n"
 
 
 def test_warnings_are_errors_where_the_test_says_so(scripts: Scripts) -> None:
-    """And are said where it does not."""
+    """Otherwise they are printed."""
     code = "import warnings; warnings.warn('look', ResourceWarning)"
     loud = scripts.run(Script(code, errors=("ResourceWarning",)))
     assert (loud.returncode, "ResourceWarning: look" in loud.stderr) == (1, True)
@@ -45,7 +45,7 @@ def test_warnings_are_errors_where_the_test_says_so(scripts: Scripts) -> None:
 
 
 def test_a_script_that_is_late_is_killed(scripts: Scripts) -> None:
-    """And the next one runs."""
+    """The next script runs."""
     code = "import sys, threading; print('stuck', file=sys.stderr, flush=True)"
     begin_s = time.monotonic()
     with pytest.raises(LateError, match=r"killed after 0\.5 s(?s:.*)"):

@@ -1,4 +1,4 @@
-"""Guards of a run taken away, for tests on the virtual device and on a GPU alike."""
+"""Functions that remove guards of a run, for the virtual device and for a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.device.virtual import VirtualDevice
 
 
 def hold_on_dropped(patch: pytest.MonkeyPatch) -> None:
-    """What an attribute held before it was deleted or overwritten is dropped at once."""
+    """Drop at once what an attribute held before it was deleted or overwritten."""
 
     class Forgetful(list[object]):
         def append(self, value: object) -> None:
@@ -32,12 +32,12 @@ def hold_on_dropped(patch: pytest.MonkeyPatch) -> None:
 
 
 def hold_at_retirement(patch: pytest.MonkeyPatch) -> None:
-    """A retired context goes without waiting for those who still read it."""
+    """Drop a retired context without holding its memory."""
     patch.setattr(Run, "_hold", lambda run, iteration: None)
 
 
 def waiting(patch: pytest.MonkeyPatch) -> None:
-    """As if the device could not still use what no task will use again."""
+    """Free memory after the last task that uses it, without waiting for the device."""
 
     def add(place: WaitingMemory, i: int, values: list[Any]) -> None:
         place._device.take_over(values, place._iterations.all_streams)
@@ -46,7 +46,7 @@ def waiting(patch: pytest.MonkeyPatch) -> None:
 
 
 def hold_on_shared(patch: pytest.MonkeyPatch) -> None:
-    """Memory that went is taken for unused, though others than the context refer to it."""
+    """Treat released memory as unused, even if others refer to it."""
     for kind in (AcceleratorDevice, VirtualDevice):
         patch.setattr(kind, "take_over", lambda device, values, streams: _taken(values))
 
@@ -57,5 +57,5 @@ def _taken(values: list[Any]) -> list[Any]:
 
 
 def back_pressure(patch: pytest.MonkeyPatch) -> None:
-    """The host runs ahead of the device as far as it likes."""
+    """Let the host run ahead of the device without a limit."""
     patch.setattr(admission.Admission, "_await_device", lambda own, before: None)

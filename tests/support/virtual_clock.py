@@ -1,16 +1,15 @@
-"""A clock that nobody waits for: threads and streams that take time, and take exactly that.
+"""A virtual clock: threads and streams take time, and take exactly their time.
 
     thread A   ==== sleep(5 ms) .............. ====
     thread B        ==== sleep(3 ms) ..... ====
-    clock      0                     ^ 3 ms   ^ 5 ms    nobody can run: it jumps to who wakes next
+    clock      0                     ^ 3 ms   ^ 5 ms    no thread can run: it jumps to the next end
 
-One thread runs at a time (``tests.support.exploring``), and to run takes no time. Only ``sleep``
-and
-``compute`` do: the thread stands until the clock is there, and when every thread stands, the clock
-jumps to the earliest. So what takes how long is known to the nanosecond, however slow the machine,
-and whichever of the threads that can run at one moment goes first.
+One thread runs at a time (``tests.support.exploring``), and running takes no time. Only ``sleep``
+and ``compute`` take time: the thread stops until the clock has reached the end of it. When all
+threads have stopped, the clock jumps to the earliest end. All times are thus known to the
+nanosecond, however slow the machine is, and whichever thread runs first at one moment.
 
-A stream is a sum: what it is given ends after all that it was given before, and takes its time.
+The work of a stream ends after all earlier work of the stream, and takes its time.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from tests.support.stream_device import StreamDevice
 
 
 class TimedHost(ExploringHost):
-    """Threads that take virtual time. Made on the thread that drives the pipeline.
+    """Threads that take virtual time; made on the thread that drives the pipeline.
 
-    It can stand in for the module ``time``.
+    An object can replace the module ``time``.
 
     Args:
         seed: Decides who goes first among threads that can run at the same moment.
@@ -51,18 +50,18 @@ class TimedHost(ExploringHost):
         self._wake_ns: list[int] = []
 
     def sleep(self, seconds: float) -> None:
-        """Stand for so long; others run meanwhile."""
+        """Sleep for some virtual time, while other threads run."""
         self.sleep_until(self.now_ns + round(seconds * 1e9))
 
     def sleep_until(self, then_ns: int) -> None:
-        """Stand until a time; not at all if it has come."""
+        """Sleep until a time; return at once if it has passed."""
         if then_ns > self.now_ns:
             self._wake_ns.append(then_ns)
             self.wait_until(lambda: self.now_ns >= then_ns, f"{then_ns} ns")
             self._wake_ns.remove(then_ns)
 
     def compute(self, seconds: float) -> None:
-        """The same on the CPU."""
+        """Compute for some virtual time."""
         self.sleep(seconds)
         self._local.cpu_ns = getattr(self._local, "cpu_ns", 0) + round(seconds * 1e9)
 
@@ -90,14 +89,14 @@ class TimedHost(ExploringHost):
 
 
 class TimedStream:
-    """When all that it was given is done."""
+    """A stream, with the time at which all its work is done."""
 
     def __init__(self) -> None:
         self.end_ns = 0
 
 
 class TimedEvent:
-    """A point in a stream's work, and when that is reached."""
+    """A point in a stream's work, and the time at which it is reached."""
 
     def __init__(self, device: TimedDevice) -> None:
         self._device = device
@@ -121,10 +120,10 @@ class TimedEvent:
 
 
 class TimedDevice(StreamDevice[TimedStream]):
-    """Streams that take virtual time, and events that tell it.
+    """A device whose streams take virtual time.
 
     Attributes:
-        host: Has the clock.
+        host: The host, which has the clock.
         asked_ns: When the event is reached that somebody asked for last.
     """
 
@@ -136,9 +135,9 @@ class TimedDevice(StreamDevice[TimedStream]):
         super().__init__(self.new_stream(StreamSpec()))
 
     def launch(self, seconds: float, resources: Iterable[str] = ()) -> int:
-        """Keep the current stream busy for so long, and return at once; when that will be done.
+        """Keep the current stream busy for some time, and return at once the time of its end.
 
-        A resource, such as a communicator, does what it is given in the order of launch too.
+        A resource, such as a communicator, also works in the order of launches.
         """
         used = [self.current_stream(), *(self._resources[name] for name in resources)]
         begin_ns = max(self.host.now_ns, *(each.end_ns for each in used))
@@ -147,7 +146,7 @@ class TimedDevice(StreamDevice[TimedStream]):
         return used[0].end_ns
 
     def look_again(self, seconds: float) -> None:
-        """Between two looks at an event: right until it is reached, for looks take no time."""
+        """Sleep until the queried event is reached, since queries take no time."""
         self.host.sleep_until(self.asked_ns)
 
     def new_stream(self, spec: StreamSpec) -> TimedStream:
@@ -164,7 +163,7 @@ class TimedDevice(StreamDevice[TimedStream]):
 def tell_time(
     monkeypatch: pytest.MonkeyPatch, host: TimedHost, device: TimedDevice | None = None
 ) -> None:
-    """Let swpipe take its threads, and the time, from the host, and wait for the device there."""
+    """Let swpipe use the host's threads and clock, and wait for the device there."""
     monkeypatch.setattr(swpipe.pipeline, "Host", lambda: host)
     profiler = swpipe.profiler
     for module in (
@@ -183,7 +182,7 @@ def tell_time(
 
 
 class _Looks:
-    """The executor's ``time``: it only sleeps between two looks at an event."""
+    """The engine's ``time``, which only sleeps between two queries of an event."""
 
     def __init__(self, device: TimedDevice) -> None:
         self.sleep = device.look_again
@@ -193,7 +192,7 @@ class _Looks:
 def tasks_that_take(
     costs: CostModel, host: TimedHost, device: TimedDevice | None = None
 ) -> list[PipelineTask]:
-    """Tasks that take what the costs say; without a device, all of it on their threads.
+    """Return tasks that take their costs; without a device, all of it on their threads.
 
     Resources are for device work only.
     """

@@ -1,4 +1,4 @@
-"""Without the libraries of a system, its tests are skipped."""
+"""Skip the tests of a system whose libraries are not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every ready-made plan is proved by what its ready-made tasks declare, without a recording."""
+"""Every ready-made plan is proved by its tasks' declarations, without a recording."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.tasks.torchrec.models import CPU, Batch, Job, dense_optimizer, sharde
 def _unproved(
     tasks: Iterable[PipelineTask], plans: dict[str, Callable[[], PipelinePlan]]
 ) -> list[str]:
-    """What is wrong with each plan by the tasks' declarations alone."""
+    """Return the problems of each plan by the tasks' declarations alone."""
     tasks, found = tuple(tasks), []
     for name, make in plans.items():
         try:
@@ -74,7 +74,7 @@ def _all_kinds() -> list[str]:
 
 
 def test_the_eleven_tasks_are_declared(two_ranks: Ranks) -> None:
-    """However the sharded modules are called, with a shuffler and modules that run ahead."""
+    """Any call of the sharded modules is covered, with a shuffler and modules that run ahead."""
     assert two_ranks.run(_all_kinds) == [[], []]
 
 
@@ -95,7 +95,7 @@ def test_a_users_function_of_the_losses_is_not_declared_for_him(two_ranks: Ranks
 
 
 def test_stages_share_nothing_but_their_batches() -> None:
-    """Each has a state of its own, as TorchRec runs them."""
+    """Each has its own state, as in TorchRec."""
     stages = [PipelineStage(name, lambda rows: rows, None) for name in ("a", "b", "b")]
     pipe = StagedTrainPipeline(stages).pipe
     assert _unproved(pipe.tasks, {"staged": lambda: pipe.plan}) == []

@@ -18,7 +18,7 @@ Maker = Callable[[], Loop]
 
 
 class Job:
-    """Decode, norm, train on rows of two columns; each part may be replaced."""
+    """A job of decode, norm and train on rows of two columns; each part may be replaced."""
 
     def __init__(self, **parts: Callable[[Any], None]) -> None:
         self.model = nn.Linear(2, 1)
@@ -73,7 +73,7 @@ def found(a: Maker, b: Maker, **options: Any) -> Difference:
 
 
 def test_the_same_loop_does_not_differ() -> None:
-    """Neither from itself nor under another plan, with or without its state."""
+    """It differs neither from itself nor under another plan, with or without its state."""
     torch.seed()
     assert first_difference(make(), make()) is None
     assert first_difference(make(), make(plan=AHEAD)) is None
@@ -81,7 +81,7 @@ def test_the_same_loop_does_not_differ() -> None:
 
 
 def test_a_wrong_task_is_named() -> None:
-    """Not the tasks after it, which compute on its numbers."""
+    """Later tasks, which compute on its numbers, are not named."""
 
     def norm(ctx: Any) -> None:
         ctx.x = ctx.x / 2
@@ -101,7 +101,7 @@ def test_a_wrong_task_is_named() -> None:
 
 
 def test_what_a_task_changes_outside_is_its_own() -> None:
-    """The optimizer that steps twice; no attribute shows it in this iteration."""
+    """The optimizer steps twice; no attribute shows it in this iteration."""
 
     def make_twice() -> Loop:
         job = Job()
@@ -135,7 +135,7 @@ def test_what_a_task_changes_outside_is_its_own() -> None:
 
 
 def test_a_plan_that_forgot_a_dependence_is_found() -> None:
-    """Here the caller changes what a task ahead has read: it is that task that differs."""
+    """The caller changes what a task ahead has read: that task differs."""
 
     def scaled(plan: PipelinePlan | None) -> Loop:
         job, scale = Job(), [1.0]
@@ -155,7 +155,7 @@ def test_a_plan_that_forgot_a_dependence_is_found() -> None:
 
 
 def test_loaders_that_differ_are_told_as_such() -> None:
-    """In the batch, and in how many there are."""
+    """Their batches and their number differ."""
     short = make(loader=[torch.zeros(2, 2)])
     seen = found(short, make(loader=[torch.zeros(2, 2), torch.ones(2, 2)]))
     said = str(seen)
@@ -166,7 +166,7 @@ def test_loaders_that_differ_are_told_as_such() -> None:
 
 
 def test_tasks_that_one_side_lacks_are_left_out() -> None:
-    """What both sides hand out is compared all the same."""
+    """Everything that both sides return is compared."""
 
     def both(ctx: Any) -> None:
         ctx.x = (ctx.batch + 1) / 2
@@ -187,7 +187,7 @@ def test_tasks_that_one_side_lacks_are_left_out() -> None:
 
 
 def test_a_deleted_attribute_is_a_difference() -> None:
-    """Where both delete it, it is none."""
+    """If both delete it, it is none."""
 
     def keep(ctx: Any) -> None:
         ctx.y = ctx.x
@@ -203,7 +203,7 @@ def test_a_deleted_attribute_is_a_difference() -> None:
 
 
 def test_rounding_may_be_allowed() -> None:
-    """For another implementation; nothing else is."""
+    """This is for another implementation; no other difference is allowed."""
 
     def norm(ctx: Any) -> None:
         ctx.x = ctx.x / 2 * (1 + 1e-6)
@@ -218,7 +218,7 @@ def test_rounding_may_be_allowed() -> None:
 
 
 def test_a_failure_comes_out_as_itself() -> None:
-    """With the note of where."""
+    """It has a note of its place."""
 
     def norm(ctx: Any) -> None:
         if ctx.iter_idx == 2:
@@ -230,7 +230,7 @@ def test_a_failure_comes_out_as_itself() -> None:
 
 
 def test_copies_are_made_on_the_task_s_thread() -> None:
-    """At once after it, before anybody else can change what it left."""
+    """They are made immediately, before another thread can change the results."""
     threads = set()
 
     class Watched:

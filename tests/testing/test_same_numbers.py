@@ -1,4 +1,4 @@
-"""``assert_same_numbers`` finds what a check of operators cannot see, and names where it shows."""
+"""``assert_same_numbers`` finds and names what a check of operators cannot see."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCHES = 8
 
 
 class Job:
-    """A model that learns from scaled batches; the scale is a plain number."""
+    """A model that learns from scaled batches; the scale is a Python number."""
 
     def __init__(self) -> None:
         self.model = nn.Linear(3, 1)
@@ -49,7 +49,7 @@ class Job:
 
 
 def test_a_tensor_of_another_type_differs_whatever_its_bits() -> None:
-    """Zeros of floating-point numbers and of integers have the same."""
+    """Zeros of floating-point numbers and of integers have the same bits."""
     zeros = torch.zeros(2)
     assert first_unequal({"x": zeros}, {"x": zeros.clone()}) is None
     assert first_unequal({"x": zeros}, {"x": torch.zeros(2, dtype=torch.int32)}) is not None
@@ -86,7 +86,7 @@ def test_an_honest_loop_passes() -> None:
 
 
 def test_both_runs_begin_with_the_same_random_states() -> None:
-    """Those of torch, Python and numpy: ``make_loop`` need not seed anything."""
+    """They are of torch, Python and numpy: ``make_loop`` need not seed anything."""
 
     def make() -> Loop:
         job = Job()
@@ -104,7 +104,7 @@ def test_both_runs_begin_with_the_same_random_states() -> None:
 
 
 def test_a_lie_about_a_python_value_is_found() -> None:
-    """Which no operator shows: the iteration, the attribute and the element are named."""
+    """No operator shows it: the iteration, the attribute and the element are named."""
 
     def make() -> Loop:
         job = Job()
@@ -143,7 +143,7 @@ def test_a_lie_about_the_loader_is_found() -> None:
 
 
 def test_what_a_pure_task_changes_is_found_in_the_state() -> None:
-    """By its path."""
+    """The state has its path."""
 
     def make() -> Loop:
         job, counts = Job(), {"seen": [0]}
@@ -161,7 +161,7 @@ def test_what_a_pure_task_changes_is_found_in_the_state() -> None:
 
 
 def on_main_thread() -> bool:
-    """Whether nothing runs ahead here: a lie that does not depend on timing."""
+    """Return whether nothing runs ahead here, so that a test does not depend on timing."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -213,7 +213,7 @@ def test_a_difference_of_any_kind_is_told(plain: Any, ahead: Any, place: Any) ->
     ],
 )
 def test_both_values_are_told(plain: Any, ahead: Any, said: str) -> None:
-    """With the iteration, and what may be the cause."""
+    """The message has the iteration, and a possible cause."""
 
     def make() -> Loop:
         def decode(ctx: Any) -> None:
@@ -227,7 +227,7 @@ def test_both_values_are_told(plain: Any, ahead: Any, said: str) -> None:
 
 
 def test_another_number_of_iterations_is_told() -> None:
-    """A loader that ends early on the thread of a plain loop; five pulls are made there anyhow."""
+    """A loader ends early on the thread of a plain loop; five pulls are made there anyway."""
 
     def make() -> Loop:
         job = Job()

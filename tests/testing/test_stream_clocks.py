@@ -1,4 +1,4 @@
-"""Vector clocks say what a graph of all launches and waits says."""
+"""Vector clocks give the order of a graph of all launches and waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STREAMS = (0, 1, 2)
 
 
 class Graph:
-    """Launches, with the nodes that each comes directly after; paths are searched one by one."""
+    """A graph of launches, each with its direct predecessors, whose paths are searched."""
 
     def __init__(self) -> None:
         self.before: dict[int, set[int]] = {}
@@ -30,13 +30,13 @@ class Graph:
 
 @pytest.mark.examples
 def test_clocks_are_the_closure_of_launches_and_waits() -> None:
-    """In random programs, for each pair of a launch and a stream."""
+    """Random programs agree for each pair of a launch and a stream."""
     for seed in seeds("stream clocks", 30):
         compare(seed)
 
 
 def compare(seed: int) -> None:
-    """Run one program on the clocks and on the graph."""
+    """Compare the clocks with the graph for one program."""
     draw, clocks, graph = random.Random(seed), StreamClocks(), Graph()
     launches: list[tuple[int, int]] = []
     for _ in range(40):
@@ -90,7 +90,7 @@ def test_a_write_races_with_all_reads_that_it_is_not_after() -> None:
 
 
 def test_memory_given_again_keeps_its_history_but_for_recorded_streams() -> None:
-    """What ``record_stream`` named is done before the memory is given again; nothing else is."""
+    """What ``record_stream`` named is done before the memory is reused; nothing else is."""
     clocks, memory = history()
     memory.add(use(clocks, 1, "recorded", False, ALL))
     memory.add(use(clocks, 2, "not recorded", False, ALL))

@@ -15,7 +15,7 @@ needs_device = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 def no_wait() -> Iterator[Tensor]:
-    """Reads a batch that another stream still copies."""
+    """Yield from a batch that another stream is still copying."""
     device = torch.accelerator.current_accelerator()
     side = torch.Stream(device=device)
     for number in range(3):

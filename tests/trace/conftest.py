@@ -1,4 +1,4 @@
-"""The clock of the pipelines and of their traces."""
+"""The clock of pipelines and their traces."""
 
 from __future__ import annotations
 

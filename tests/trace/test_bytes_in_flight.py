@@ -1,4 +1,4 @@
-"""What the iterations of a timeline hold."""
+"""The memory that the iterations of a timeline hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOADER, MAIN = Row("thread", "loader"), Row("thread", "default")
 
 
 def two_iterations(retired_ns: int) -> Trace:
-    """The second batch is pulled and read while the first is worked on; times in ns."""
+    """Return spans in which the second batch is read while the first is used; times are in ns."""
     spans = [
         Span(task, i, row, i * 10 + start, i * 10 + end)
         for i in (0, 1)
@@ -33,7 +33,7 @@ MEMORY = TaskMemory(
 
 
 def test_the_peak_consists_of_what_is_held_then() -> None:
-    """That of both iterations from 12 ns, when the second is read, to 18, when its batch goes."""
+    """It is that of both iterations from 12 ns, when the second is read, to 18."""
     found = two_iterations(retired_ns=20).peak_memory(MEMORY)
     assert (found.bytes, found.at_ns, found.iterations) == (121, 12, 2)
     assert found.held == (
@@ -51,7 +51,7 @@ def test_a_plan_with_streams_holds_what_was_removed() -> None:
 
 
 def test_memory_waits_for_other_streams() -> None:
-    """The caller's stream has been given work on the first batch, which ends at 30 ns."""
+    """The caller's stream has work on the first batch, which ends at 30 ns."""
     spans = [
         Span(task, i, MAIN, 10 * i + start, 10 * i + end)
         for i in (0, 1)
@@ -71,20 +71,20 @@ def test_memory_waits_for_other_streams() -> None:
 
 @pytest.mark.parametrize(("retired_ns", "peak"), [(20, 110), (21, 120)])
 def test_what_ends_at_a_moment_goes_before_what_begins(retired_ns: int, peak: int) -> None:
-    """The work on the second batch begins at 20 ns; until it ends the first is held, or not."""
+    """The work on the second batch begins at 20 ns; the first is held to its end, or not."""
     memory = TaskMemory((Block("work", "", 10),), {"work": 100})
     assert two_iterations(retired_ns).peak_memory(memory).bytes == peak
 
 
 def test_memory_that_the_next_iteration_frees() -> None:
-    """Lives until the end of that iteration's task, or of the timeline's own."""
+    """It lives until the end of that iteration's task, or of the timeline."""
     memory = TaskMemory((Block("work", "work", 10, later=1),))
     found = two_iterations(retired_ns=20).peak_memory(memory)
     assert (found.bytes, found.at_ns) == (20, 20)
 
 
 def test_a_timeline_without_these_tasks_holds_nothing() -> None:
-    """And says so."""
+    """The text says so."""
     found = two_iterations(retired_ns=20).peak_memory(TaskMemory((Block("step", "", 1),)))
     assert (found.bytes, found.held) == (0, ())
     assert found.format() == "memory: the iterations in flight hold nothing"

@@ -17,7 +17,7 @@ MEMCPY = Row("stream", "memcpy")
 def span(
     task: str, iteration: int, start_ms: float, end_ms: float, wait_ms: float = 0, row: Row = IO
 ) -> Span:
-    """A span with its times in ms."""
+    """Return a span with its times in ms."""
     return Span(task, iteration, row, round(start_ms * MS), round(end_ms * MS), round(wait_ms * MS))
 
 
@@ -33,12 +33,12 @@ PIPELINE = [
 
 
 def drawn(spans: list[Span], width: int = 100) -> str:
-    """The chart of one timeline."""
+    """Return the chart of one timeline."""
     return chart([Panel("", spans)], width)
 
 
 def line(spans: list[Span], cells: int = 20) -> str:
-    """The one row's cells, of a chart with one row called ``io``."""
+    """Return the cells of a chart with one row called ``io``."""
     first, *_ = drawn(spans, len("io  ") + cells).splitlines()
     return first.removeprefix("io  ")
 

@@ -1,4 +1,4 @@
-"""The chain that the length of a run comes from."""
+"""The chain of spans that determines the length of a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.trace.test_lanes import ANY_SPANS, ARROWS, IO, READ_0, SPANS, TRAIN_0
 
 
 def traced(plan: PipelinePlan, host: TimedHost, iterations: int = 12, **ms: float) -> Trace:
-    """A run of tasks that take so long."""
+    """Return the trace of tasks that take these times."""
     with SWPipeline(plan, sleepers(host, **ms), device="cpu") as pipe, pipe.trace() as trace:
         pipe.run(range(iterations))
     return trace
 
 
 def test_a_path_by_hand() -> None:
-    """From the last end backwards, each link with why it started, and the time between."""
+    """It goes from the last end backwards: each link has its cause and the time between."""
     path = critical_path(SPANS, ARROWS)
     assert [(link.span, link.why, link.gap_ns) for link in path.links] == [
         (READ_0, "begin", 0),
@@ -36,7 +36,7 @@ def test_a_path_by_hand() -> None:
 
 
 def test_a_task_waits_for_an_earlier_iteration_of_another() -> None:
-    """As far back as the arrow says."""
+    """The arrow says how far back."""
     spans = [Span("train", i, TRAIN_0.row, 10 * i, 10 * i + 5) for i in range(3)]
     read = Span("read", 2, IO, 5, 8)
     links = critical_path([*spans[:1], read], [Arrow("train", "read", 2)]).links
@@ -44,7 +44,7 @@ def test_a_task_waits_for_an_earlier_iteration_of_another() -> None:
 
 
 def test_work_on_a_stream_begins_within_the_time_of_its_thread() -> None:
-    """Of the thread, the path has what was before it began, as a gap."""
+    """The path has the thread's time before the work began as a gap."""
     thread, stream = TRAIN_0.row, Row("stream", "caller's")
     spans = [
         span
@@ -62,7 +62,7 @@ def test_work_on_a_stream_begins_within_the_time_of_its_thread() -> None:
 @examples("timelines", 100)
 @given(spans=ANY_SPANS)
 def test_the_parts_of_a_path_add_up_to_its_length(spans: list[Span]) -> None:
-    """Whatever overlaps; and it ends where the last span ends."""
+    """This holds for any overlap; and it ends where the last span ends."""
     path = critical_path(spans, ARROWS)
     worked = sum(
         0 if after.why == "queued" else before.span.duration_ns
@@ -74,7 +74,7 @@ def test_the_parts_of_a_path_add_up_to_its_length(spans: list[Span]) -> None:
 
 
 def test_spans_that_take_no_time_are_not_each_others_cause() -> None:
-    """Two that depend on each other at the same moment."""
+    """Two depend on each other at the same moment."""
     spans = [Span("a", 0, IO, 5, 5), Span("b", 0, Row("thread", "default"), 5, 5)]
     assert len(critical_path(spans, [Arrow("a", "b"), Arrow("b", "a")]).links) == 2
 
@@ -111,7 +111,7 @@ def test_a_cycle_of_dependences_is_the_path(host: TimedHost) -> None:
 
 
 def test_a_path_without_a_steady_state_is_told_in_full(host: TimedHost) -> None:
-    """One iteration."""
+    """It has one iteration."""
     path = traced(overlapped({"default": ["read", "train"]}), host, 1, read=1, train=2)
     assert path.critical_path().per_iteration() == {}
     assert "3.000 ms: " in path.critical_path().format()

@@ -1,4 +1,4 @@
-"""Whatever a timeline contains: it is read and drawn, or refused with a short message."""
+"""Any timeline is read and drawn, or refused with a short message."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAVED = {
 
 
 def read(text: str, folder: Path) -> None:
-    """Load a timeline; what can be loaded can be shown and saved."""
+    """Load a timeline; any loaded one can be shown and saved."""
     path = folder / "timeline.json"
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
     try:
@@ -45,7 +45,7 @@ def read(text: str, folder: Path) -> None:
 @examples("files", EXAMPLES)
 @given(text=replaced(SAVED) | edited(json.dumps(SAVED)))
 def test_a_timeline_of_any_values_is_read_or_refused(text: str, tmp_path: Path) -> None:
-    """Infinite times, strange names, deep lists, text cut anywhere."""
+    """These are infinite times, strange names, deep lists, text cut anywhere."""
     read(text, tmp_path)
 
 
@@ -56,7 +56,7 @@ ITERATIONS = ('"1"', "1.5", "-1", "true", "null", HUGE)
 
 @pytest.mark.parametrize("key", ["ts", "dur", "wait_us", "iteration"])
 def test_a_number_that_is_none_is_refused(tmp_path: Path, key: str) -> None:
-    """Infinite and endless ones once ended in an OverflowError; the file itself is read."""
+    """Infinite and endless ones once ended in an OverflowError; the file itself can be read."""
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps(SAVED))
     assert len(Trace.load(path).spans) == 2

@@ -1,4 +1,4 @@
-"""What threads and streams did, and why each span started when it did."""
+"""The times of threads and streams, and the causes of spans."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_lane_is_busy_waits_and_is_idle() -> None:
 
 
 def test_a_wait_that_nothing_explains_is_told_too() -> None:
-    """As the time from the end of what it waited for until the thread woke up."""
+    """It lasts from the end of the other task until the thread wakes up."""
     late = Span("train", 0, DEFAULT, 3, 6, wait_ns=3)
     assert lanes((READ_0, late), ARROWS)[1].waiting_ns == {"read": 2, ELSE: 1}
     alone = Span("train", 5, DEFAULT, 3, 6, wait_ns=3)
@@ -52,7 +52,7 @@ def test_a_wait_that_nothing_explains_is_told_too() -> None:
 
 
 def test_the_caller_waits_for_a_slow_loader(host: TimedHost, tmp_path: Path) -> None:
-    """Where another thread pulls, for the first task of the batch, which waits for the pull."""
+    """Another thread pulls, and the first task of the batch waits for the pull."""
 
     def loader() -> Iterator[int]:
         for batch in range(20):
@@ -91,7 +91,7 @@ ANY_SPANS = st.lists(
 @examples("timelines", 100)
 @given(spans=ANY_SPANS)
 def test_the_parts_of_a_lane_add_up(spans: list[Span]) -> None:
-    """Exactly, whatever overlaps, and none is negative."""
+    """They do so exactly, for any overlap, and none is negative."""
     begin_ns, end_ns = extent_ns(spans)
     for lane in lanes(spans, ARROWS):
         assert lane.length_ns == end_ns - begin_ns
@@ -99,7 +99,7 @@ def test_the_parts_of_a_lane_add_up(spans: list[Span]) -> None:
 
 
 def test_the_causes_of_starts() -> None:
-    """What ended last of all that had to; a dependence before the row, where both did."""
+    """The last end counts; a dependence comes before the row, if both ended together."""
     causes = Causes(SPANS, ARROWS)
     assert causes.of(READ_0) == Cause("begin", None, 0)
     assert causes.of(READ_1) == Cause("row", READ_0, 2)
@@ -109,7 +109,7 @@ def test_the_causes_of_starts() -> None:
 
 
 def test_work_on_a_stream_starts_once_it_is_queued() -> None:
-    """After other work on streams where there is any, and not after the host that queued that."""
+    """It starts after other work on streams, if any, and not after the host that queued that."""
     copy = Span("copy", 0, IO, 1, 2)
     copying = Span("copy", 0, MEMCPY, 2, 9)
     forward = Span("forward", 0, DEFAULT, 3, 4)
@@ -135,7 +135,7 @@ def test_swpipes_own_tasks_are_causes_too() -> None:
     ("tasks", "share"), [(("read",), 4 / 6), (("train",), 4 / 6), (("read", "train"), 0.0)]
 )
 def test_what_is_hidden(tasks: tuple[str, ...], share: float) -> None:
-    """The part of the tasks' time in which others run too."""
+    """It is the part of the tasks' time in which others run, too."""
     trace = Trace((*SPANS[:-1], Span("train", 1, DEFAULT, 5, 8)), arrows=ARROWS)
     assert trace.hidden(*tasks) == pytest.approx(share)
 

@@ -1,4 +1,4 @@
-"""The saved file is what chrome://tracing and the Perfetto UI read, and comes back as it was."""
+"""The saved file has the format of chrome://tracing and the Perfetto UI, and loads unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRACE = Trace(
 
 @pytest.fixture
 def events(tmp_path: Path) -> list[dict[str, Any]]:
-    """The saved trace's events."""
+    """Return the events of a saved trace."""
     TRACE.save(tmp_path / "trace.json")
     document = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
     assert document["displayTimeUnit"] == "ms"
@@ -42,12 +42,12 @@ def events(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def of(events: list[dict[str, Any]], **wanted: str) -> list[dict[str, Any]]:
-    """Those events that have the fields given."""
+    """Return the events that have these fields."""
     return [event for event in events if wanted.items() <= event.items()]
 
 
 def track(events: list[dict[str, Any]], process: str, name: str) -> tuple[int, int]:
-    """Process and thread number of a row."""
+    """Return process and thread number of a row."""
     (pid,) = (e["pid"] for e in of(events, name="process_name") if e["args"]["name"] == process)
     (tid,) = (
         e["tid"]
@@ -58,7 +58,7 @@ def track(events: list[dict[str, Any]], process: str, name: str) -> tuple[int, i
 
 
 def test_a_task_is_a_complete_event_in_microseconds(events: list[dict[str, Any]]) -> None:
-    """With its process and thread, and the iteration and wait as arguments."""
+    """It has its process and thread, and the iteration and wait as arguments."""
     (event,) = of(events, ph="X", name="forward")
     pid, tid = track(events, "thread groups", "default")
     assert event == {
@@ -79,7 +79,7 @@ def test_a_task_is_a_complete_event_in_microseconds(events: list[dict[str, Any]]
 def test_threads_and_streams_are_processes_with_named_tracks(
     events: list[dict[str, Any]],
 ) -> None:
-    """Each track has a number of its own, and they are sorted as a batch passes through them."""
+    """Each track has its own number, and they are sorted as a batch passes through them."""
     tracks = [
         track(events, "thread groups", "io"),
         track(events, "thread groups", "default"),
@@ -93,7 +93,7 @@ def test_threads_and_streams_are_processes_with_named_tracks(
 
 
 def test_arrows_lead_from_thread_to_thread(events: list[dict[str, Any]]) -> None:
-    """From inside the slice of the one to the slice of the other; within a track there are none."""
+    """They lead from inside one slice to the other; within a track there are none."""
     (leaves,) = of(events, ph="s")
     (arrives,) = of(events, ph="f")
     assert leaves["id"] == arrives["id"]
@@ -104,7 +104,7 @@ def test_arrows_lead_from_thread_to_thread(events: list[dict[str, Any]]) -> None
 
 
 def test_an_arrow_leads_to_a_later_iteration(tmp_path: Path) -> None:
-    """As the plan's dependence does; one that has not ended yet leads nowhere."""
+    """It follows the plan's dependence; an arrow to a slice without an end is not drawn."""
     spans = [
         Span("step", 0, DEFAULT, 0, 10 * US),
         Span("read", 1, IO, 5 * US, 8 * US),
@@ -117,7 +117,7 @@ def test_an_arrow_leads_to_a_later_iteration(tmp_path: Path) -> None:
 
 
 def test_every_event_has_the_fields_that_its_phase_needs(tmp_path: Path) -> None:
-    """Of a recorded trace too, and slices of one track never overlap."""
+    """This includes recorded traces; slices of one track never overlap."""
     with SWPipeline(spread(), tasks(), device="cpu") as pipe, pipe.trace() as trace:
         pipe.run(range(5))
     trace.save(tmp_path / "trace.json")
@@ -138,7 +138,7 @@ def test_every_event_has_the_fields_that_its_phase_needs(tmp_path: Path) -> None
 
 
 def test_what_was_saved_is_loaded_to_the_nanosecond(tmp_path: Path) -> None:
-    """Far from the origin as well, and saved again it is the same file."""
+    """Times far from the origin are exact, and a second save gives the same file."""
     far = Span("late", 9, IO, 86_400 * 10**9 + 1, 86_400 * 10**9 + 12_345, wait_ns=678)
     trace = Trace([*TRACE.spans, far], arrows=TRACE.arrows)
     trace.save(tmp_path / "one.json")
@@ -149,7 +149,7 @@ def test_what_was_saved_is_loaded_to_the_nanosecond(tmp_path: Path) -> None:
 
 
 def test_a_compressed_file_is_the_same_trace(tmp_path: Path) -> None:
-    """And small: the Perfetto UI reads it as it is."""
+    """It is small: the Perfetto UI reads it directly."""
     many = [replace(span, iteration=i) for i in range(200) for span in TRACE.spans]
     trace = Trace(many, arrows=TRACE.arrows)
     trace.save(tmp_path / "plain.json")

@@ -29,7 +29,7 @@ IO = Row("thread", "io")
 
 
 class HostClock:
-    """Tells the time that a test sets, in place of the recorder's."""
+    """A stand-in for the recorder's clock that shows the time that a test sets."""
 
     def __init__(self) -> None:
         self.now_ns = 1_000
@@ -43,7 +43,7 @@ class HostClock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> HostClock:
-    """The recorder's clock, in the test's hands; it stands at 1000."""
+    """The recorder's clock, set to 1000."""
     clock = HostClock()
     monkeypatch.setattr(swpipe.trace.recorder, "time", clock)
     return clock
@@ -62,7 +62,7 @@ def turn(
     ins: Instruction = FORWARD,
     iteration: int = 0,
 ) -> None:
-    """Tell the recorder of a turn's arrival, start and stop at these times; None leaves one out."""
+    """Send a turn's arrival, start and stop to the recorder at these times; None skips one."""
     for time_ns, tell in zip(
         times_ns, (recorder.arrive, recorder.start, recorder.stop), strict=True
     ):
@@ -72,7 +72,7 @@ def turn(
 
 
 def on_a_thread(work: Callable[[], None]) -> None:
-    """Do some work on a thread of its own, and wait for it."""
+    """Run a function on another thread, and wait for it."""
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
@@ -87,7 +87,7 @@ def test_a_span_has_its_times_from_the_beginning_of_the_recording(
 
 
 def test_spans_of_all_threads_are_put_in_order(recorder: Recorder, clock: HostClock) -> None:
-    """They come by their start, with the thread group of their lane."""
+    """They are sorted by start, with the thread group of their lane."""
     turn(recorder, clock, (0, 40, 60))
     on_a_thread(lambda: turn(recorder, clock, (0, 5, 90), INSTRUCTIONS["h2d"], 2))
     first, second = recorder.finish()
@@ -117,7 +117,7 @@ def test_a_stop_without_its_start_is_no_span(recorder: Recorder, clock: HostCloc
 def test_a_task_that_runs_when_recording_ends_is_left_out(
     recorder: Recorder, clock: HostClock
 ) -> None:
-    """Its stop comes too late, on the thread that it was started on; so does a later thread."""
+    """Its stop comes too late, on its own thread; so does a later thread."""
     turn(recorder, clock, (0, 5, None))
     before = recorder.finish()
     turn(recorder, clock, (None, None, 20))
@@ -130,14 +130,14 @@ def test_a_task_that_runs_when_recording_ends_is_left_out(
 
 
 class Stream:
-    """Work is done at once, in the stream's own time."""
+    """A stream with a time of its own, whose work is done at once."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
 
 
 class Event:
-    """Reached as soon as ``device`` is not ``late``."""
+    """An event that is reached unless ``device`` is ``late``."""
 
     def __init__(self, device: TimingDevice) -> None:
         self.device = device
@@ -160,7 +160,7 @@ class Event:
 
 
 class TimingDevice(StreamDevice[Stream]):
-    """A device whose streams keep a time of their own; ``alive`` has the events that tell it."""
+    """A device whose streams have times of their own; ``alive`` has its timing events."""
 
     def __init__(self) -> None:
         self.late = False
@@ -187,22 +187,22 @@ WORK_MS = {"h2d": 1.0, "dist": 2.0, "forward": 3.0, "backward": 4.0, "step": 5.0
 
 @pytest.fixture
 def device() -> TimingDevice:
-    """A device whose base event comes at time 0."""
+    """A device whose base event is at time 0."""
     return TimingDevice()
 
 
 def working(device: TimingDevice) -> dict[str, Callable[[Any], None]]:
-    """For each task a function that keeps its stream busy for the task's ``WORK_MS``."""
+    """Return functions that keep the streams of tasks busy for their ``WORK_MS``."""
     return {name: lambda ctx, ms=ms: device.work(ms) for name, ms in WORK_MS.items()}
 
 
 def stream_spans(spans: Iterable[Span]) -> list[Span]:
-    """Those on streams."""
+    """Return the spans on streams."""
     return [span for span in spans if span.row.kind == "stream"]
 
 
 def test_streams_have_spans_of_their_own(device: TimingDevice) -> None:
-    """Each task has one on the stream that it gave work to, as long as that work took."""
+    """Each task has one on the stream that it used, as long as its work."""
     with SWPipeline(piped(), tasks(**working(device)), device=device) as pipe:
         with pipe.trace() as trace:
             pipe.run(range(3))
@@ -226,7 +226,7 @@ def test_streams_have_spans_of_their_own(device: TimingDevice) -> None:
 
 
 def recorded(device: TimingDevice, turns: int) -> tuple[Recorder, Program]:
-    """A recorder that was told of ``turns`` turns of one task."""
+    """Return a recorder after ``turns`` turns of one task."""
     plan = PipelinePlan.serial(["a"])
     program = compile_plan(resolve_plan(plan), streams=True)
     recorder = Recorder(program, device, {})
@@ -239,7 +239,7 @@ def recorded(device: TimingDevice, turns: int) -> tuple[Recorder, Program]:
 
 
 def test_events_are_dropped_once_they_are_reached(device: TimingDevice) -> None:
-    """Where a device has no backlog, only the base event stays."""
+    """If a device has no backlog, only the base event stays."""
     recorder, _ = recorded(device, turns=100)
     assert len(device.alive) == 1
     assert [s.duration_ns for s in stream_spans(recorder.finish())] == [1_000_000] * 100
@@ -256,7 +256,7 @@ def test_the_end_waits_for_a_device_that_is_behind(device: TimingDevice) -> None
 
 
 class InterruptedEvent(Event):
-    """An event after which the core does something else for a while: at each reading of a list."""
+    """An event at whose readings, for a list of times, the core does something else."""
 
     def __init__(self, device: TimingDevice, clock: HostClock, lost_us: list[int]) -> None:
         super().__init__(device)
@@ -274,7 +274,7 @@ class InterruptedEvent(Event):
 def test_the_device_s_clock_is_read_beside_the_host_s(
     device: TimingDevice, clock: HostClock, lost_us: list[int], error_us: int
 ) -> None:
-    """Until both are read close to each other; by how much it may be off is told."""
+    """They are read again until both are close; the possible error is stored."""
     base = InterruptedEvent(device, clock, lost_us)
     read = DeviceClock(device, {}, base, origin_ns=0)
     assert read.error_ns == error_us * 1000

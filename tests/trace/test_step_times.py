@@ -20,12 +20,12 @@ from tests.support.virtual_clock import TimedHost, tell_time
 
 @pytest.fixture(autouse=True)
 def timed(host: TimedHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same clock for the step times."""
+    """The clock of the step times."""
     monkeypatch.setattr(swpipe.trace.step_times, "time", host)
 
 
 def step_that_takes(host: TimedHost) -> PipelinePlan:
-    """A task that takes as many milliseconds as its batch says."""
+    """Return a task that takes as many milliseconds as its batch says."""
     task = PipelineTask("train", lambda ctx: host.sleep(ctx.batch / 1e3))
     return PipelinePlan.serial([task])
 
@@ -61,7 +61,7 @@ def test_what_lies_between_two_passes_is_no_step(host: TimedHost, pulled: str) -
 
 
 class Writer:
-    """A TensorBoard writer that keeps what it gets."""
+    """A TensorBoard writer that keeps its input."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, float, int]] = []
@@ -115,7 +115,7 @@ def test_what_is_no_sink_is_refused() -> None:
 
 
 def uneven(number: int) -> list[dict[str, float]]:
-    """This rank's reports: rank 1 is slower, and has reported before rank 0 does."""
+    """Return this rank's reports, with rank 1 slower, and earlier with its report."""
     rows: list[dict[str, float]] = []
     host = TimedHost()
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +139,7 @@ def uneven(number: int) -> list[dict[str, float]]:
 
 
 def test_rank_0_reports_the_slowest_rank(two_ranks: Ranks) -> None:
-    """Once the others have reported, and without a collective: they never wait for each other."""
+    """It does so once the others have reported, without a collective: no rank waits."""
     first, second = two_ranks.run(uneven, 1)
     assert ["swpipe/worst_rank" in row for row in second] == [False, False]
     assert first[-1] == pytest.approx(

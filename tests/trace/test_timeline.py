@@ -1,4 +1,4 @@
-"""The picture shows rows, boxes and their names, and says what it lacks where it cannot."""
+"""The picture shows rows, boxes and names, or says what it lacks."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ COPIES = [Span("copy", i, MEMCPY, (10 * i + 9) * MS, (10 * i + 10) * MS) for i i
 
 
 def svg(path: Path, spans: list[Span], title: str | None = None) -> str:
-    """The picture's source, in which its text can be read."""
+    """Return the source of the picture."""
     return svg_of(path, [Panel("", spans)], title)
 
 
 def svg_of(path: Path, panels: list[Panel], title: str | None = None) -> str:
-    """The source of a picture of several timelines."""
+    """Return the source of a picture of several timelines."""
     pytest.importorskip("matplotlib")
     plot(panels, path / "timeline.svg", title=title)
     return (path / "timeline.svg").read_text(encoding="utf-8")
 
 
 def texts(source: str) -> list[str]:
-    """All that is written in an SVG picture."""
+    """Return all text in an SVG picture."""
     return re.findall(r"<text[^>]*>([^<]*)</text>", source)
 
 
 def test_traces_are_stacked(tmp_path: Path) -> None:
-    """Each has its heading and rows, starts at 0, and tells its streams from its threads."""
+    """Each has its heading and rows, starts at 0, and names its streams and its threads."""
     pytest.importorskip("matplotlib")
     later = [replace(s, start_ns=s.start_ns + 900 * MS, end_ns=s.end_ns + 900 * MS) for s in READS]
     heights = []
@@ -71,7 +71,7 @@ def test_rows_boxes_and_the_axis_are_named(tmp_path: Path) -> None:
 
 
 def test_each_iteration_has_its_colour(tmp_path: Path) -> None:
-    """On every row; the legend tells which, as long as no colour stands for two."""
+    """It is the same on every row; a legend names it unless a colour stands for two."""
     source = svg(tmp_path, [*READS, *TRAINS])
     assert [colour for colour in COLORS if colour.lower() in source] == list(COLORS[:4])
     assert "iteration 3" in texts(source)
@@ -80,7 +80,7 @@ def test_each_iteration_has_its_colour(tmp_path: Path) -> None:
 
 
 def test_waits_are_hatched(tmp_path: Path) -> None:
-    """This is explained where it occurs, and only there."""
+    """A legend explains this only if it occurs."""
     plain = svg(tmp_path, READS)
     assert "<pattern" not in plain
     assert "waiting" not in texts(plain)
@@ -102,7 +102,7 @@ def test_other_iterations_of_a_window_are_drawn_too(tmp_path: Path) -> None:
 
 
 def test_a_name_that_does_not_fit_is_upright_or_gives_way(tmp_path: Path) -> None:
-    """To the iteration; and where not even that fits the box stays empty."""
+    """It gives way to the iteration; if not even that fits, the box stays empty."""
     spans = [
         Span("a_long_name", 1, IO, 0, 600 * MS),
         Span("a_long_name_of_a_task", 2, IO, 600 * MS, 630 * MS),

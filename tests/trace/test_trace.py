@@ -1,4 +1,4 @@
-"""A trace holds what ran within its block, all of it, once; and sums it up."""
+"""A trace contains everything that ran within its block once, and summarizes it."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ DEFAULT = Row("thread", "default")
 
 
 def turns(trace: Trace) -> Counter[tuple[str, int]]:
-    """How often each task ran on each iteration."""
+    """Return how often each task ran on each iteration."""
     return Counter((span.task, span.iteration) for span in trace.spans)
 
 
 def once_each(names: tuple[str, ...], iterations: range) -> Counter[tuple[str, int]]:
-    """Every task once on every iteration."""
+    """Return every task once on every iteration."""
     return Counter((name, i) for name in names for i in iterations)
 
 
 def test_every_task_of_every_iteration_is_recorded_once() -> None:
-    """On its thread group; one after the other there, and in the order of the dependences.
+    """It is on its thread group, one after the other, in the order of the dependences.
 
     The pull that finds the end of the data does not count.
     """
@@ -67,7 +67,7 @@ def test_every_task_of_every_iteration_is_recorded_once() -> None:
 
 @pytest.fixture
 def arrival(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a lane that is recorded comes to forward of iteration 1."""
+    """An event that is set when the recorded lane reaches forward of iteration 1."""
     arrived = threading.Event()
     arrive = Recorder.arrive
 
@@ -81,7 +81,7 @@ def arrival(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_waiting_for_another_thread_is_recorded(arrival: threading.Event) -> None:
-    """The wait began before what is waited for ended, and ended after it."""
+    """The wait begins before the other task ends, and ends after it."""
 
     def until_the_caller_waits(ctx: IterContext) -> None:
         if ctx.iter_idx == 1:
@@ -98,7 +98,7 @@ def test_waiting_for_another_thread_is_recorded(arrival: threading.Event) -> Non
 
 
 def test_a_wait_that_a_failure_ends_is_not_added_to_a_later_one(arrival: threading.Event) -> None:
-    """The same task on an iteration of the same number, run serially, has not waited since then."""
+    """A serial run of the same task and number has not waited since then."""
 
     def fail_when_the_caller_waits(ctx: IterContext) -> None:
         if ctx.batch == "bad":
@@ -131,7 +131,7 @@ def test_nothing_is_recorded_outside_the_block() -> None:
 
 
 def test_a_block_in_the_middle_of_a_run_is_recorded_as_far_as_it_goes() -> None:
-    """Iterations in flight at either end are there in part; those between are whole."""
+    """Iterations in flight at either end are included in part; those between are complete."""
     with SWPipeline(piped(), tasks(), device="cpu") as pipe:
         batches = iter(range(20))
         for _ in range(3):
@@ -150,7 +150,7 @@ def test_a_block_in_the_middle_of_a_run_is_recorded_as_far_as_it_goes() -> None:
 
 
 def test_a_failure_leaves_what_ran_until_then() -> None:
-    """The task that raised is there as well; the error is the task's own."""
+    """The task that raised is included; the error is the task's own."""
 
     def fail(ctx: IterContext) -> None:
         if ctx.iter_idx == 1:
@@ -171,7 +171,7 @@ def test_a_failure_leaves_what_ran_until_then() -> None:
 
 
 def test_serial_runs_are_recorded() -> None:
-    """All on the caller's thread, whatever groups the plan has; a failing task too."""
+    """All tasks are on the caller's thread, in any plan; a failing task, too."""
 
     def fail(ctx: IterContext) -> None:
         if ctx.batch == "bad":
@@ -209,7 +209,7 @@ def test_a_trace_knows_which_task_needs_which() -> None:
 
 
 def test_a_trace_of_the_last_iterations() -> None:
-    """Each of their tasks, and nothing of those before."""
+    """It has each of their tasks, and nothing of earlier ones."""
     with SWPipeline(spread(), tasks(), device="cpu") as pipe:
         with pipe.trace(last=3) as trace:
             pipe.run(range(20))
@@ -232,7 +232,7 @@ def test_a_long_recording_of_the_last_iterations_takes_no_more_memory() -> None:
     assert [span.iteration for span in recorder.finish()] == list(range(995, 1000))
 
 
-# ------------------------------------------------------------------------------ made by hand
+# -------------------------------------------------------------------------------- hand-made
 
 # ms    0    1    2    3    4    5    6    7
 # io    [read 0 ] [read 1 ][read 2 ]
@@ -252,7 +252,7 @@ HAND_MADE = Trace(
 
 
 def test_a_window_holds_its_iterations_and_what_ran_beside_them() -> None:
-    """What others did in the same time is beside; what they did before and after is gone."""
+    """Overlapping parts of others are in ``beside``; earlier and later parts are left out."""
     window = HAND_MADE.window(1, 1)
     assert [(span.task, span.iteration) for span in window.spans] == [
         ("read", 1),
@@ -271,7 +271,7 @@ def test_a_window_holds_its_iterations_and_what_ran_beside_them() -> None:
 
 
 def test_a_window_without_a_span_is_refused() -> None:
-    """The error tells which iterations there are."""
+    """The error lists the iterations."""
     with pytest.raises(ValueError, match=r"iterations 3 to 9 are not in the trace.*0 to 2"):
         HAND_MADE.window(3, 9)
     with pytest.raises(ValueError, match=r"which has none"):
@@ -285,7 +285,7 @@ def test_a_window_without_a_span_is_refused() -> None:
 def test_the_steady_part_has_successive_iterations_from_the_middle(
     iterations: int, count: int, took: list[int]
 ) -> None:
-    """As many as asked for, if there are so many; the first ones only if there are few."""
+    """It has as many as asked for; the first ones only if there are few."""
     ends = list(accumulate(took))
     spans = [Span("train", 3 + k, DEFAULT, ends[k] - took[k], ends[k]) for k in range(iterations)]
     shown = sorted({span.iteration for span in Trace(spans).steady(count).spans})
@@ -295,7 +295,7 @@ def test_the_steady_part_has_successive_iterations_from_the_middle(
 
 
 def test_the_steady_part_takes_as_long_as_most_iterations_do() -> None:
-    """One slow iteration is left out, where others are enough."""
+    """One slow iteration is left out, if there are enough others."""
     ends = list(accumulate([9, 9, 9, 9, 9, 90, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9]))
     spans = [
         Span("train", k, DEFAULT, before, end) for k, (before, end) in enumerate(pairwise(ends))
@@ -349,7 +349,7 @@ def test_the_initiation_interval_is_the_median_distance_of_retirements() -> None
 
 
 def test_the_summary_is_a_table() -> None:
-    """Rows with how busy they are, tasks with their means, and the interval."""
+    """It has rows with how busy they are, tasks with their means, and the interval."""
     assert [line.rstrip() for line in HAND_MADE.format_summary().splitlines()] == [
         "row        busy    waits    idle  task        runs    mean ms    mean wait ms",
         "-------  ------  -------  ------  --------  ------  ---------  --------------",
@@ -365,7 +365,7 @@ def test_the_summary_is_a_table() -> None:
 
 
 def test_rows_for_other_tools() -> None:
-    """A row per span; a notebook shows the summary."""
+    """There is a row per span; a notebook shows the summary."""
     rows = HAND_MADE.records()
     assert rows[0] == {
         "task": "read",

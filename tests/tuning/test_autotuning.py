@@ -1,4 +1,4 @@
-"""A plan chosen by trial: the rule, the reasons, and the steps that lead to it."""
+"""The plan chosen by trial: the rule, the reasons, and the steps."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from swpipe.tuning.tried_plans import Candidate, choose, explain
 
 
 def read(ctx: IterContext) -> None:
-    """Produce what ``train`` consumes."""
+    """Set what ``train`` uses."""
     ctx.x = ctx.batch + 1
 
 
 def train(ctx: IterContext) -> None:
-    """Consume it."""
+    """Use what ``read`` sets."""
     ctx.y = ctx.x * 2
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure and plan with little effort: two tasks need no more."""
+    """Measure and plan with little effort, which suffices for two tasks."""
     monkeypatch.setattr(autotuning, "EFFORT", 0.1)
     monkeypatch.setattr(autotuning, "_WINDOWS", 1)
 
@@ -59,7 +59,7 @@ COSTS = CostModel({"read": TaskCost(host_us=3000), "train": TaskCost(host_us=200
 
 
 def tried(name: str, *rounds_ms: float, plan: PipelinePlan = SERIAL, **fields: Any) -> Candidate:
-    """A candidate with the measurements of a trial."""
+    """Return a candidate with the measurements of a trial."""
     return Candidate(
         name,
         plan,
@@ -110,7 +110,7 @@ def fake_trial(
 def test_a_simpler_plan_is_left_only_for_a_gain_above_the_spread(
     rounds_ms: dict[str, Sequence[float]], chosen: str
 ) -> None:
-    """Serial, then ready-made, then planned; within the spread the first one wins."""
+    """The order is serial, ready-made, planned; within the spread the first one wins."""
     candidates = [tried(name, *rounds) for name, rounds in rounds_ms.items()]
     assert choose(candidates).name == chosen
     trial = tried("serial", 9.0, 12.0, 10.0)
@@ -121,7 +121,7 @@ def test_a_simpler_plan_is_left_only_for_a_gain_above_the_spread(
 
 
 def test_the_choice_is_explained() -> None:
-    """After the planner's own reasons; a faster plan within the spread is named."""
+    """It follows the planner's own reasons; a faster plan within the spread is named."""
     serial, ready = tried("serial", 10.0), tried("ready", 8.0, 8.4, why=("Because.",))
     faster = tried("planned", 7.9, 8.3)
     why = explain([serial, ready, faster], ready, COSTS)
@@ -138,7 +138,7 @@ def test_the_choice_is_explained() -> None:
     ("predicted_us", "trusted"), [(9_000, True), (8_900, False), (11_100, False), (10_900, True)]
 )
 def test_a_prediction_that_is_off_is_not_to_be_trusted(predicted_us: float, trusted: bool) -> None:
-    """Off by more than 10% and by more than the spread."""
+    """It is off by more than 10% and by more than the spread."""
     serial = tried("serial", 10.0, predicted_us=predicted_us)
     why = explain([serial], serial, COSTS)
     assert any(sentence.startswith("Do not trust the prediction: ") for sentence in why) != trusted
@@ -164,7 +164,7 @@ def test_processes_are_advised_where_the_interpreter_lock_limits(
 def test_serial_ready_made_and_planned_plans_are_tried_in_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The simplest first, in an order that alternates; the result has a row for each."""
+    """The simplest comes first, in an alternating order; the result has a row for each."""
     took = ("serial", "prefetch", PLANNED, PLANNED_AGAIN)
     rounds = fake_trial(monkeypatch, prefetch=8.0)
     steps: list[str] = []
@@ -196,14 +196,14 @@ def test_serial_ready_made_and_planned_plans_are_tried_in_turns(
 def test_a_ready_made_plan_that_may_not_run_is_left_out(
     monkeypatch: pytest.MonkeyPatch, plan: PipelinePlan, limits: Limits, reason: str
 ) -> None:
-    """And the reason is given."""
+    """The reasons name it."""
     fake_trial(monkeypatch, planned_ms=10.0)
     tuned = autotune(TASKS, BATCHES, device="cpu", limits=limits, ready_made={"prefetch": plan})
     assert f"The ready-made plan prefetch was not tried: {reason}." in tuned.why
 
 
 def test_threads_get_one_more_iteration_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the limit, and with a reason; one thread needs none."""
+    """This respects the limit, and has a reason; one thread needs none."""
     fake_trial(monkeypatch)
     tuned = autotune(TASKS, BATCHES, device="cpu")
     # Two workers read, for which three iterations in flight are needed.
@@ -216,7 +216,7 @@ def test_threads_get_one_more_iteration_in_flight(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_limit_to_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By planned and ready-made plans; neither depth nor a thread is added beyond it."""
+    """Planned and ready-made plans keep it; neither depth nor a thread is added beyond it."""
     fake_trial(monkeypatch, prefetch=6.0)
     one = Limits(workers=1)
     free = autotune(TASKS, BATCHES, device="cpu", limits=one, ready_made={"prefetch": PREFETCH})
@@ -240,14 +240,14 @@ def test_a_limit_to_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peak(plan: PipelinePlan, costs: CostModel) -> int:
-    """What a plan holds, in bytes."""
+    """Return the bytes that a plan holds."""
     held = peak_of(plan, costs, streams=False)
     assert held is not None
     return held.bytes
 
 
 def test_a_loop_is_tuned_without_a_fake() -> None:
-    """Recorded, measured, planned and tried; whatever is chosen gives the serial numbers."""
+    """It is recorded, measured, planned and tried; any chosen plan gives the serial numbers."""
     tuned = autotune(TASKS, BATCHES, device="cpu")
     assert tuned.candidates[0].name == "serial"
     assert all(len(candidate.rounds_us) == 5 for candidate in tuned.candidates)
@@ -257,7 +257,7 @@ def test_a_loop_is_tuned_without_a_fake() -> None:
 
 
 def test_what_cannot_be_tuned_is_refused() -> None:
-    """No batches, no time, a frozen task that is unknown; before anything is recorded."""
+    """These are no batches, no time, an unknown frozen task; nothing is recorded before."""
     with pytest.raises(ValueError, match="seconds is 0: give a number greater than 0"):
         tune(Loop(TASKS, BATCHES, "cpu", progress=pytest.fail), Limits(), {}, 0)
     with pytest.raises(ValueError, match="give at least one batch"):
@@ -270,7 +270,7 @@ def test_what_cannot_be_tuned_is_refused() -> None:
 
 
 class Loader:
-    """Batches that a task may make harder."""
+    """A loader whose batches a task may make larger."""
 
     level = 1.0
 
@@ -279,7 +279,7 @@ class Loader:
 
 
 def test_a_slow_loader_has_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the planner finds that faster; it counts in each measurement and trial."""
+    """The planner finds that faster; it counts in each measurement and trial."""
     fake_trial(monkeypatch)
     costs = CostModel({**COSTS.tasks, "<pull>": TaskCost(host_us=3000)})
     monkeypatch.setattr(Loop, "measure", lambda loop, plan, until=1.0: costs)
@@ -311,14 +311,14 @@ def test_of_tasks_that_say_nothing_none_overlaps() -> None:
 
 
 class Clock:
-    """Time that passes where a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
         monkeypatch.setattr("swpipe.tuning.budget.time.monotonic", lambda: self.now_s)
 
     def take(self, seconds: float) -> Any:
-        """A function that takes so long for each iteration of a window, and finds ``COSTS``."""
+        """Return a function that takes time per iteration of a window, and returns ``COSTS``."""
 
         def run(pipe: Any, batches: Any, warmup: int, measure: int, **options: Any) -> CostModel:
             self.now_s += 3 * seconds * (warmup + measure)
@@ -331,7 +331,7 @@ class Clock:
 def test_a_trial_has_as_many_rounds_as_there_is_time_for(
     monkeypatch: pytest.MonkeyPatch, seconds: float | None, rounds: int
 ) -> None:
-    """Ten seconds each: two at least, five at most; that it took longer is said."""
+    """Rounds take ten seconds: there are two to five; a note says if it took longer."""
     seen = fake_trial(monkeypatch)
     clock, trial = Clock(monkeypatch), Loop._time
 
@@ -347,7 +347,7 @@ def test_a_trial_has_as_many_rounds_as_there_is_time_for(
 
 
 def test_long_iterations_leave_time_for_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One in a window at least; in half of the time, those of a plan are not measured again."""
+    """A window has one at least; in half of the time, measured plans are not measured again."""
     clock = Clock(monkeypatch)
     monkeypatch.setattr(autotuning, "_WINDOWS", 3)
     monkeypatch.setattr(autotuning, "measure_costs", clock.take(1.0))
@@ -373,7 +373,7 @@ def test_tuning_that_took_more_than_a_tenth_longer_says_so(monkeypatch: pytest.M
 
 
 def test_ranks_have_as_many_iterations_as_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this one's clock says: they run collectives."""
+    """They run collectives, so that the local clock does not count."""
     clock = Clock(monkeypatch)
     monkeypatch.setattr("swpipe.tuning.budget.gather", lambda own: [4.0, own])
     budget = Budget(100)
@@ -386,7 +386,7 @@ def test_ranks_have_as_many_iterations_as_rank_0(monkeypatch: pytest.MonkeyPatch
 def test_each_step_is_a_line_on_standard_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In their order; the result goes to nobody but the caller."""
+    """They are in order; only the caller gets the result."""
     fake_trial(monkeypatch)
     autotune(TASKS, BATCHES, device="cpu")
     printed = capsys.readouterr()
@@ -401,7 +401,7 @@ def test_each_step_is_a_line_on_standard_error(
 def test_a_busy_machine_is_told_before_measuring_and_before_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is measured there need not hold elsewhere; an idle one is no news."""
+    """The measurements need not hold elsewhere; an idle machine has no message."""
     fake_trial(monkeypatch)
     for used, told in ((1.5, True), (0.1, False)):
         load = SimpleNamespace(others=partial(OtherLoad, used, 2))
@@ -429,7 +429,7 @@ def test_a_round_takes_as_long_as_on_the_slowest_rank(monkeypatch: pytest.Monkey
 
 
 def test_what_tasks_touch_on_any_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here they share ctx.x; on another rank also a table."""
+    """Here they share ctx.x; on another rank they also share a table."""
     place = Location("table", persistent=True)
 
     def ranks(own: Recording) -> list[Recording]:
@@ -448,7 +448,7 @@ def test_what_tasks_touch_on_any_rank_counts(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_tasks_that_are_known_to_communicate_are_globally_ordered() -> None:
-    """Though nothing of the kind was recorded; and the plan has no tasks, so it can be sent."""
+    """The recording shows none; the plan contains no tasks, so that it can be sent."""
     schedule = {**SERIAL.schedule, "train": TaskSchedule(globally_ordered=True)}
     loop = Loop(TASKS, BATCHES, "cpu", replace(SERIAL, schedule=schedule))
     plan = loop.inferred_plan(loop.record())
@@ -465,7 +465,7 @@ def test_a_task_costs_its_mean_over_the_ranks(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_all_ranks_use_the_plan_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their own might be another one."""
+    """Their own plan might be another one."""
     fake_trial(monkeypatch)
 
     def ranks(own: Any) -> list[Any]:
@@ -478,7 +478,7 @@ def test_all_ranks_use_the_plan_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_slow_task_is_tried_on_no_more_workers_than_cores_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What waits gains by all of them; what computes is as fast on the cores, and takes those."""
+    """Waiting gains by all workers; computation is as fast on as many as there are cores."""
     monkeypatch.setattr(autotuning, "cores", lambda: 2)
     slow = CostModel({"read": TaskCost(host_us=40_000), "train": TaskCost(host_us=10_000)})
     on_cores = f"{PLANNED}, 2 workers"
@@ -496,7 +496,7 @@ def test_a_slow_task_is_tried_on_no_more_workers_than_cores_too(
 def test_a_trial_goes_through_batches_from_all_over_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All plans of a turn through the same ones in a row; a window is no shorter than ten."""
+    """All plans of a turn use the same successive ones; a window is no shorter than ten."""
     tried: list[list[int]] = []
 
     def took_s(loop: Loop, plans: Any, batches: Any, *given: Any) -> dict[str, float]:
@@ -514,7 +514,7 @@ def test_a_trial_goes_through_batches_from_all_over_the_loop(
 
 
 def test_a_trial_has_whole_passes_of_a_loader() -> None:
-    """And the batches in them come as often as each other."""
+    """The batches in them are equally frequent."""
     loop = Loop(TASKS, range(40), "cpu", loader=range(48))
     window = loop.through()
     assert window == Window(3, 48)

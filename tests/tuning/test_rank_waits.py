@@ -1,4 +1,4 @@
-"""What was tried on a few ranks is compared as it would be on many."""
+"""Plans tried on a few ranks are compared as on many ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS = Ranks(256, slow={"read": (0.02, 4.0)})
 
 
 def ahead(slack: int) -> PipelinePlan:
-    """A read beside training, so many batches further ahead."""
+    """Return a plan of a read that overlaps training, ``count`` batches further ahead."""
     schedule = {
         "read": TaskSchedule(thread_group="io"),
         "train": TaskSchedule(1 + slack, globally_ordered=True),
@@ -27,7 +27,7 @@ def ahead(slack: int) -> PipelinePlan:
 
 
 def test_a_plan_that_absorbs_slow_batches_is_chosen_for_many_ranks() -> None:
-    """On the ranks of the trial two plans took the same time; the simpler one is kept there."""
+    """On the ranks of the trial two plans took the same time; there the simpler one is kept."""
     names = {"no slack": 0, "slack": 3}
     tried = [Candidate(n, ahead(k), 10_000, (), (10_000, 10_010)) for n, k in names.items()]
     assert choose(tried).name == "no slack"

@@ -27,7 +27,7 @@ FEED = ("read", "decode", "hash", "copy")
 """The tasks that bring a batch from the file to the device."""
 
 TRAIN = ("forward", "backward", "step")
-"""The tasks that train on it."""
+"""The tasks that train on the batch."""
 
 
 class ClickJob:
@@ -113,7 +113,7 @@ def serial() -> PipelinePlan:
 def pipelined() -> PipelinePlan:
     """Return the plan that reads, decodes, hashes and copies the next batches meanwhile.
 
-    Polars and torch release the interpreter lock, so the feed's thread runs beside the caller's.
+    Polars and torch release the interpreter lock, so the feed's thread overlaps the caller's.
     A depth of 3 evens out batches that take longer to read.
     """
     return prefetch_plan(

@@ -22,7 +22,7 @@ IDS = [f"C{k}" for k in range(1, 27)]
 COLUMNS = [LABEL, *INTEGERS, *IDS]
 
 VALUES = 2000
-"""How many different values a generated id has."""
+"""The number of different values that a generated id has."""
 
 
 class Lines(NamedTuple):

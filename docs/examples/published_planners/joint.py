@@ -276,7 +276,7 @@ class SearchSpace:
         return evaluated
 
     def _on_other_streams(self, layout: Layout) -> Iterator[Layout]:
-        """Each bundle's tasks that have a stream, moved to each other stream of the plan."""
+        """Yield layouts in which one bundle's tasks that have a stream move to another stream."""
         stays = (None, HOST)
         names = [stream for stream in dict.fromkeys(self._first.streams) if stream not in stays]
         for tasks in self._roles.bundles.values():

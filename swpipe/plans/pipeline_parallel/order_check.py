@@ -219,7 +219,9 @@ def _check_shards(row: Sequence[Entry], rank: int) -> None:
             # The stage is in the set: the branch before refuses a reshard of a sharded stage.
             unsharded.remove(stage)
     for stage in sorted(unsharded):
-        raise ScheduleError(f"{stage}RESHARD is missing on rank {rank}: a step leaves no stage so")
+        raise ScheduleError(
+            f"{stage}RESHARD is missing on rank {rank}: no stage may be unsharded after a step"
+        )
 
 
 def _check_reductions(row: Sequence[Entry], rank: int) -> None:

@@ -76,12 +76,12 @@ class PipelineCosts:
                 # A tuple, so that the caller cannot change the frozen object through its list.
                 object.__setattr__(self, name, tuple(value))
                 if not value or not all(map(holds, value)):
-                    wrong.append(f"{name} is {shown(value)}: each is {rule}")
+                    wrong.append(f"{name} is {shown(value)}: give for each stage {rule}")
             elif not holds(value) and (name, value) != ("pair", None):
-                wrong.append(f"{name} is {shown(value)}: {rule}")
+                wrong.append(f"{name} is {shown(value)}: give {rule}")
         limit = self.max_mem
         if limit is not None and not (limit == math.inf or (is_number(limit) and limit >= 0)):
-            wrong.append(f"max_mem is {shown(limit)}: None, or a number above 0")
+            wrong.append(f"max_mem is {shown(limit)}: give None, or a number above 0")
         # The sum over the three changes makes sense only if each of them is valid.
         if wrong := wrong or [*self._growth()]:
             raise ScheduleError("; ".join(wrong))
@@ -92,15 +92,15 @@ class PipelineCosts:
         sizes = {len(value) for value in given if isinstance(value, Sequence)}
         if len(sizes) > 1:
             return [f"{', '.join(_MEMORY)} have different lengths: give as many numbers of each"]
-        # One number stands for each stage of the sequences beside it.
+        # One number applies to each stage, if others are given as sequences.
         rows = (
             value if isinstance(value, Sequence) else [value] * max(sizes, default=1)
             for value in given
         )
         # The tolerance covers the rounding of sums of floats; one message is enough.
         return [
-            f"f_mem + b_mem + w_mem is {shown(sum(changes))}: at most 0, or memory grows with each "
-            "microbatch"
+            f"f_mem + b_mem + w_mem is {shown(sum(changes))}: give a sum of at most 0, since "
+            "memory would grow with each microbatch"
             for changes in zip(*rows, strict=True)
             if sum(changes) > 1e-9 * changes[0]
         ][:1]
@@ -206,7 +206,7 @@ def require_counts(sizes: dict[str, int]) -> None:
         ScheduleError: The message names each wrong size, in one line.
     """
     wrong = [
-        f"{name} is {shown(size)}: an integer above 0"
+        f"{name} is {shown(size)}: give an integer above 0"
         for name, size in sizes.items()
         if isinstance(size, bool) or not isinstance(size, int) or size < 1
     ]
@@ -226,11 +226,11 @@ def is_positive(value: object) -> bool:
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(OF_STAGES[:5], (is_positive, "a number above 0")),
-    "hop": (lambda value: is_number(value) and value >= 0, "0, for a free link, or a number above"),
+    "hop": (lambda value: is_number(value) and value >= 0, "0 for a free link, or a number above"),
     "b_mem": (is_number, "a number"),
-    "w_mem": (lambda value: is_number(value) and value <= 0, "0 or a number below, what is freed"),
+    "w_mem": (lambda value: is_number(value) and value <= 0, "0 or a number below (freed memory)"),
     **dict.fromkeys(
-        OF_STAGES[-3:], (lambda value: is_number(value) and value >= 0, "0 or a number above")
+        OF_STAGES[-3:], (lambda value: is_number(value) and value >= 0, "0 or a number above 0")
     ),
 }
 """The rule for each cost, or each number of its sequence: a test, and its text for messages."""

@@ -118,12 +118,13 @@ class PipelineGraph:
         require_counts({"n_stage": self.n_stage, "n_micro": self.n_micro})
         # PipelineCosts would accept sequences, one number per stage; this method needs one number.
         wrong = [
-            f"{name} is {shown(value)}: one number above 0, for all stages"
+            f"{name} is {shown(value)}: give one number above 0, for all stages"
             for name in ("f_cost", "b_cost", "w_cost")
             if not is_positive(value := getattr(self, name))
         ]
         if not is_number(self.c_cost) or self.c_cost < 0:
-            wrong.append(f"c_cost is {shown(self.c_cost)}: 0, for a free link, or a number above")
+            rule = "give 0 for a free link, or a number above 0"
+            wrong.append(f"c_cost is {shown(self.c_cost)}: {rule}")
         if wrong:
             raise ScheduleError("; ".join(wrong))
         memory = (self.f_mem, self.b_mem, self.w_mem, self.max_mem)
@@ -165,7 +166,8 @@ class PipelineGraph:
         """
         if approved_bubble is not None and len(approved_bubble) != self.n_stage:
             raise ScheduleError(
-                f"approved_bubble has {len(approved_bubble)} numbers: one per stage, {self.n_stage}"
+                f"approved_bubble has {len(approved_bubble)} numbers: give one for each of the "
+                f"{self.n_stage} stages"
             )
         attempt = _Attempt(self, fill_f, fill_b, approved_bubble)
         result = attempt.run()

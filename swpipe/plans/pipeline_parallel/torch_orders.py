@@ -79,7 +79,8 @@ def torch_schedule(order: TorchOrder, n_ranks: int, n_micro: int) -> PipelineSch
             numbers.
     """
     if order not in get_args(TorchOrder):
-        raise ScheduleError(f"order is {shown(order)}: one of {', '.join(get_args(TorchOrder))}")
+        orders = ", ".join(get_args(TorchOrder))
+        raise ScheduleError(f"order is {shown(order)}: give one of {orders}")
     require_counts({"n_ranks": n_ranks, "n_micro": n_micro})
     kind = _KINDS[order]
     least = kind.least * n_ranks

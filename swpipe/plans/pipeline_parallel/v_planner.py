@@ -126,9 +126,9 @@ def plan_v_schedule(
     require_counts({"n_stage": n_stage, "n_micro": n_micro})
     costs.require(2 * n_stage)
     if objective not in get_args(Objective):
-        raise ScheduleError(f"objective is {shown(objective)}: makespan, period or bubble")
+        raise ScheduleError(f"objective is {shown(objective)}: give makespan, period or bubble")
     if not is_positive(effort):
-        raise ScheduleError(f"effort is {shown(effort)}: a number above 0")
+        raise ScheduleError(f"effort is {shown(effort)}: give a number above 0")
     orders = VOrders(n_stage, n_micro, costs)
     # One microbatch after the other needs the least memory. If even this order exceeds max_mem, the
     # checker says where.

@@ -67,8 +67,8 @@ def measure_costs(
             median.
 
     Returns:
-        The costs per stage, in ms and bytes. F and I include what the runtime takes beside a pass,
-        for example to send its result. Bytes count activations: the results of operators, and the
+        The costs per stage, in ms and bytes. F and I include the runtime's time outside a pass, for
+        example to send its result. Bytes count activations: the results of operators, and the
         inputs of all stages except the first. If all chunks have ``build_schedule_plan``,
         ``pair`` is the time of a stage's F overlapped with the B of another stage of the rank. As
         in torch's runtime, I of stage 0 costs (next to) nothing, and its W costs its whole backward

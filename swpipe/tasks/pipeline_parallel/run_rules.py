@@ -132,8 +132,8 @@ def _check_data_parallel(
         inside = name and not (isinstance(module, FSDPModule) and isinstance(chunk, FSDPModule))
         if is_wrapper and inside:
             raise ScheduleError(
-                f"stage {stage}: {name} is a {type(module).__name__} inside of a chunk that is "
-                "none, and would reduce after each microbatch: wrap the chunk as a whole"
+                f"stage {stage}: {name} is a {type(module).__name__} inside a chunk that is "
+                "not one, and would reduce after each microbatch: wrap the chunk as a whole"
             )
     if not isinstance(chunk, DistributedDataParallel):
         return
@@ -221,7 +221,7 @@ class CollectivesBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 ranks = listed([str(rank) for rank in sorted(shared)])
                 raise RuntimeError(
                     f"a stage starts the collective {name} inside a pass, with ranks {ranks} of "
-                    "its pipeline, each of which is at another pass: they would wait for ever. "
+                    "its pipeline, which run other passes at that time: they would wait forever. "
                     "Reduce outside of the schedule's step, or within a group that has one rank of "
                     "each pipeline"
                 )

@@ -97,7 +97,7 @@ class StepLink:
         try:
             first = within(STORE_S, lambda: self._record(own))
         except RuntimeError as gone:
-            add_note(error, f"swpipe: the other ranks could not be told: {gone}")
+            add_note(error, f"swpipe: the other ranks do not learn of this failure: {gone}")
             first = own
         self.close()
         return first

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Other subclasses, for example DTensor, have state beside their memory, which would get lost.
+# Other subclasses, for example DTensor, have state outside their memory, which would get lost.
 _KINDS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 

@@ -84,7 +84,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         runtime_gather_output: No effect: the output layer is not split over ranks, so the logits
             are always whole.
         loss_mask: See the model's forward.
-        padding_mask: For the layers' ``route``, (batch, sequence), True where there is no token.
+        padding_mask: The mask for ``route``, (batch, sequence); True where there is no token.
         output_processor: Called instead of the model's ``output``, in the last node, with keyword
             arguments: ``hidden_states`` of the last layer, ``model``, ``further`` losses of
             multi-token prediction, ``context``, and arguments of this class.

@@ -38,7 +38,7 @@ from swpipe.plans.transformer import LayerStep, Steps, Streams, paired_plan
 from swpipe.tasks.transformer.schedule_node import as_leaf, get_comm_stream, get_comp_stream
 
 _WAYS_OUT = (
-    "and would wait for each other's exchanges for ever. Build and run the same layers on all of "
+    "and would wait for each other's exchanges forever. Build and run the same layers on all of "
     "them, forward and backward"
 )
 
@@ -237,8 +237,8 @@ class SameOrder:
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             raise RuntimeError(
-                "ranks of one expert group run layers of different kinds, or in another order: "
-                f"{name_ranks(others)} of the group others than rank 0, {_WAYS_OUT}"
+                "ranks of one expert group run different layers, or in different orders (rank 0 "
+                f"of the group differs from {name_ranks(others)}), {_WAYS_OUT}"
             )
 
 

@@ -1,1 +1,1 @@
-"""These tests need an accelerator: the test backend, or CUDA."""
+"""Tests that need an accelerator: the test backend, or CUDA."""

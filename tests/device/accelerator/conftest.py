@@ -1,4 +1,4 @@
-"""What needs an accelerator: CUDA, or else the test backend."""
+"""Fixtures of tests that need an accelerator: CUDA, or else the test backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 @pytest.fixture(autouse=True)
 def clean_device() -> Iterator[None]:
-    """No test finds the work or the memory of another."""
+    """Finish all work and free all memory after a test."""
     yield
     if not torch.cuda.is_available():
         backend.open_gates()
@@ -28,7 +28,7 @@ def clean_device() -> Iterator[None]:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Within the test torch uses deterministic algorithms only."""
+    """Use deterministic algorithms of torch only."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield

@@ -1,6 +1,6 @@
-"""Prefetchers in the idioms of public ones, each right, or with one fault planted by name.
+"""Prefetchers in the style of public ones, each of them correct or with one planted fault.
 
-They are written for these tests; each names the idiom that it follows. A fault takes out, moves or
+They are written for these tests; each names the style that it follows. A fault removes, moves or
 misdirects one wait, or one ``record_stream``.
 """
 
@@ -22,7 +22,7 @@ from tests.device.accelerator.work import DEVICE
 Prefetcher: TypeAlias = Callable[[str], Any]
 
 FAULTS: dict[str, tuple[Prefetcher, tuple[str, ...]]] = {}
-"""Name to the prefetcher and its faults."""
+"""The prefetcher and its faults, by name."""
 
 SIZE, BATCHES = 64, 12
 
@@ -40,7 +40,7 @@ def batches() -> Iterator[Tensor]:
 
 
 def streams() -> tuple[torch.Stream, torch.Stream]:
-    """The current stream, and a new one."""
+    """Return the current stream and a new one."""
     return torch.accelerator.current_stream(), torch.Stream(device=DEVICE)
 
 
@@ -53,7 +53,7 @@ def train(weight: Tensor, batch: Tensor) -> Tensor:
 def steps(
     model: nn.Module, side: torch.Stream, *, waits: bool, begin: Callable[[], object] = int
 ) -> Iterator[Tensor]:
-    """Training steps on all batches, each after ``begin``; the optimizer waits for a stream."""
+    """Yield the losses of training steps; the optimizer may wait for ``side``."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in batches():
         begin()
@@ -68,7 +68,7 @@ def steps(
 
 @with_faults("no wait", "waits for itself", "no record_stream")
 def apex_data_prefetcher(fault: str) -> Iterator[Tensor]:
-    """A ``next()`` that waits, hands out, and preloads the next batch on a stream of its own."""
+    """Iterate by a ``next()`` that waits, returns, and preloads the next batch on a stream."""
     main, side = streams()
     weight, source = torch.ones(SIZE, device=DEVICE), batches()
     mean = torch.zeros(SIZE, device=DEVICE)
@@ -97,7 +97,7 @@ def apex_data_prefetcher(fault: str) -> Iterator[Tensor]:
 
 @with_faults("waits before the copy", "the scale changes")
 def timm_loader(fault: str) -> Iterator[Tensor]:
-    """A generator that normalizes batch i + 1 before it yields batch i."""
+    """Normalize batch i + 1 before batch i is yielded."""
     main, side = streams()
     weight, scale = torch.ones(SIZE, device=DEVICE), torch.ones(1, device=DEVICE)
     ready: Tensor | None = None
@@ -118,7 +118,7 @@ def timm_loader(fault: str) -> Iterator[Tensor]:
 
 @with_faults("dist does not wait", "forward does not wait", "the ids are not recorded")
 def torchrec_sparse_dist(fault: str) -> Iterator[Tensor]:
-    """Three streams: copy batch i + 2, redistribute batch i + 1, train batch i."""
+    """Use three streams: copy batch i + 2, redistribute batch i + 1, train on batch i."""
     main, memcpy = streams()
     dist = torch.Stream(device=DEVICE)
     weight, source = torch.ones(SIZE, device=DEVICE), batches()
@@ -154,7 +154,7 @@ def torchrec_sparse_dist(fault: str) -> Iterator[Tensor]:
 
 @with_faults("event before the copy", "event on another stream")
 def lightning_events(fault: str) -> Iterator[Tensor]:
-    """Two batches ahead, each with an event that the consumer waits for."""
+    """Keep two batches ahead, each with an event for which the consumer waits."""
     main, side = streams()
     weight, flight = torch.ones(SIZE, device=DEVICE), list[tuple[Tensor, torch.Event]]()
 
@@ -183,7 +183,7 @@ def lightning_events(fault: str) -> Iterator[Tensor]:
 
 @with_faults("the step is not waited for")
 def static_buffer(fault: str) -> Iterator[Tensor]:
-    """One buffer on the device, as a captured graph needs it."""
+    """Copy into one buffer on the device, as a captured graph requires."""
     main, side = streams()
     weight, buffer = torch.ones(SIZE, device=DEVICE), torch.empty(SIZE, device=DEVICE)
     for batch in batches():
@@ -197,7 +197,7 @@ def static_buffer(fault: str) -> Iterator[Tensor]:
 
 @with_faults("the halves are not waited for")
 def two_halves(fault: str) -> Iterator[Tensor]:
-    """One allocation whose halves take turns; a copy waits for the step on its own half only."""
+    """Alternate two halves of one allocation; a copy waits for the step on its own half only."""
     main, side = streams()
     weight, buffer = torch.ones(SIZE, device=DEVICE), torch.empty(2, SIZE, device=DEVICE)
     done = [torch.Event(device=DEVICE) for _ in range(2)]
@@ -215,7 +215,7 @@ def two_halves(fault: str) -> Iterator[Tensor]:
 
 @with_faults("the host does not wait")
 def pinned_ring(fault: str) -> Iterator[Tensor]:
-    """Two pinned buffers that the host fills in turn."""
+    """Fill two pinned buffers alternately on the host."""
     main, side = streams()
     weight = torch.ones(SIZE, device=DEVICE)
     ring = [torch.empty(SIZE).pin_memory() for _ in range(2)]
@@ -235,7 +235,7 @@ def pinned_ring(fault: str) -> Iterator[Tensor]:
 
 @with_faults("read too early")
 def torchtitan_metrics(fault: str) -> Iterator[float]:
-    """Losses go to the host without blocking, and are read one step later."""
+    """Copy losses to the host without blocking, and read them one step later."""
     weight = torch.ones(SIZE, device=DEVICE)
     last: tuple[Tensor, torch.Event] | None = None
     for batch in batches():
@@ -251,7 +251,7 @@ def torchtitan_metrics(fault: str) -> Iterator[float]:
 
 @with_faults("the optimizer does not wait")
 def torchtitan_staging(fault: str) -> Iterator[Tensor]:
-    """Parameters are staged to pinned memory on a stream of their own, beside backward."""
+    """Stage parameters to pinned memory on a separate stream during backward."""
     main, side = streams()
     model = nn.Linear(SIZE, 1).to(DEVICE)
     staged = [torch.empty_like(p, device="cpu").pin_memory() for p in model.parameters()]
@@ -267,7 +267,7 @@ def torchtitan_staging(fault: str) -> Iterator[Tensor]:
 
 @with_faults("the step does not wait")
 def gradient_hooks(fault: str) -> Iterator[Tensor]:
-    """A hook reduces each gradient in place on a stream of its own, while backward goes on."""
+    """Reduce each gradient in place by a hook, on a separate stream, during backward."""
     _, side = streams()
     model = nn.Sequential(nn.Linear(SIZE, 8), nn.Linear(8, 1)).to(DEVICE)
 
@@ -285,7 +285,7 @@ def gradient_hooks(fault: str) -> Iterator[Tensor]:
 
 @with_faults("no event in the queue")
 def thread_and_queue(fault: str) -> Iterator[Tensor]:
-    """A thread copies, and hands batch and event over in a queue."""
+    """Copy on a thread, which passes batch and event through a queue."""
     main, side = streams()
     weight = torch.ones(SIZE, device=DEVICE)
     full: queue.Queue[tuple[Tensor, torch.Event] | None] = queue.Queue(2)
@@ -312,7 +312,7 @@ def thread_and_queue(fault: str) -> Iterator[Tensor]:
 
 @with_faults("no dependence on the step before")
 def swpipe_plan(fault: str) -> Loop:
-    """A plan whose task writes a buffer of its own; that it says it is pure is false."""
+    """Run a plan whose task, wrongly declared pure, writes a buffer of its own."""
     weight, buffer = torch.ones(SIZE, device=DEVICE), torch.empty(SIZE, device=DEVICE)
 
     @swpipe.task(pure=True)
@@ -336,7 +336,7 @@ def swpipe_plan(fault: str) -> Loop:
 
 @with_faults()
 def swpipe_overlap(fault: str) -> Iterator[Tensor]:
-    """Batches are copied ahead from pinned buffers, which are used again."""
+    """Copy batches ahead from pinned buffers that are reused."""
     weight = torch.ones(SIZE, device=DEVICE)
     pageable = [torch.full((SIZE,), float(number)) for number in range(BATCHES)]
     for batch in swpipe.ahead(pageable, device=DEVICE):

@@ -1,6 +1,6 @@
 """Random cases on CUDA, or on the test backend: either device, with late streams and few streams.
 
-On the test backend freed memory is poisoned: whoever reads it afterwards reads NaN.
+On the test backend freed memory is poisoned: a later read gives NaN.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BAD = (
 
 
 class DeviceMachine:
-    """float32 tensors of 3 on a device; a slot is changed in place in two steps."""
+    """A machine of float32 tensors of size 3 on a device; a slot is modified in two steps."""
 
     def __init__(self, workload: Workload, device: str, pause: Callable[[], None]) -> None:
         self.pause, self.device = pause, device
@@ -58,7 +58,7 @@ class DeviceMachine:
 
 
 def device_pauses(seed: int, longest_us: float = 150.0) -> Callable[[], None]:
-    """Work of random length on the current stream, most often none."""
+    """Return a function that sometimes submits work of random length to the current stream."""
     rng = random.Random(seed)
 
     def pause() -> None:
@@ -69,12 +69,12 @@ def device_pauses(seed: int, longest_us: float = 150.0) -> Callable[[], None]:
 
 
 def on_host(values: dict[str, Any]) -> dict[str, Any]:
-    """Outputs as lists; the device must be done."""
+    """Return outputs as lists; the device must be idle."""
     return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in sorted(values.items())}
 
 
 def results(case: Case, device: str, *, serially: bool) -> tuple[list[Any], list[Any]]:
-    """The outputs of all iterations, and the states in the end."""
+    """Return the outputs of all iterations, and the final states."""
     pause = (lambda: None) if serially else device_pauses(case.seed)
     machine = DeviceMachine(case.workload, device, pause)
     torch.accelerator.synchronize(device)
@@ -99,7 +99,7 @@ def results(case: Case, device: str, *, serially: bool) -> tuple[list[Any], list
 
 
 def differs(case: Case) -> bool:
-    """Whether a plan gives other bits than the serial run of its tasks."""
+    """Return whether a plan gives other bits than the serial run of its tasks."""
     case, name, seed = with_run_ahead(case), str(DEVICE), case.seed
     with ExitStack() as bad:
         if SIMULATED:

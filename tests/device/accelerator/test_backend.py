@@ -1,4 +1,4 @@
-"""The test backend keeps its promises, so that what is tested on it can fail.
+"""The test backend keeps its guarantees, so that tests on it can fail.
 
 Work is held by gates and ordered by events; nothing here depends on how long anything takes.
 """
@@ -25,7 +25,7 @@ FOREVER_US = 1e9
 
 @pytest.fixture(autouse=True)
 def settled() -> Iterator[None]:
-    """Each test begins with nothing queued and nothing logged, and ends so."""
+    """Begin and end each test with nothing queued and nothing logged."""
     backend.load()
     backend.clear_log()
     yield
@@ -36,26 +36,26 @@ def settled() -> Iterator[None]:
 
 
 def ones(*shape: int, device: str = "sim") -> Tensor:
-    """Ones on the device, already written."""
+    """Return ones on the device, after they were written."""
     tensor = torch.ones(*shape, device=device)
     torch.accelerator.synchronize(tensor.device)
     return tensor
 
 
 def recorded(stream: torch.Stream | None = None, *, timing: bool = False) -> torch.Event:
-    """An event recorded on a stream, or else on the current one."""
+    """Return an event recorded on a stream, or else on the current one."""
     event = torch.Event(device="sim", enable_timing=timing)
     event.record(stream or torch.accelerator.current_stream())
     return event
 
 
 def ended(name: str) -> list[backend.Work]:
-    """The kernels of a name in the log."""
+    """Return the logged kernels of a name."""
     return [work for work in backend.log() if work.name == name]
 
 
 def give_time() -> None:
-    """Give the streams time to do what they must not; what they may do needs no time."""
+    """Give the streams time for work that must not happen."""
     with torch.Stream(device="sim") as free:
         backend.lag(30_000)
     free.synchronize()
@@ -102,7 +102,7 @@ def test_autograd_runs_backward_on_the_forwards_stream() -> None:
 
 
 def batch() -> dict[str, Tensor]:
-    """The operands of ``KERNELS``, on the host."""
+    """Return the operands of ``KERNELS``, on the host."""
     draw = torch.Generator().manual_seed(1)
     return {
         "a": torch.randn(8, 16, generator=draw),
@@ -166,7 +166,7 @@ def test_kernels_are_asynchronous() -> None:
 
 
 def test_training_has_the_cpus_bits() -> None:
-    """A model in training comes to the parameters that it comes to on the CPU."""
+    """A model in training gets the same parameters as on the CPU."""
 
     def train(device: str) -> list[Tensor]:
         torch.manual_seed(3)
@@ -184,7 +184,7 @@ def test_training_has_the_cpus_bits() -> None:
 
 
 def test_a_kernels_failure_is_raised_by_the_next_wait() -> None:
-    """Once, in the words of the kernel, with its stream; the stream goes on."""
+    """It is raised once, with the kernel's message and stream; the stream goes on."""
     x, far = ones(4), torch.tensor([99], device="sim")
     x[far]
     with pytest.raises(RuntimeError, match="sim:0: index on stream 0 failed: index 99 is out of"):
@@ -193,7 +193,7 @@ def test_a_kernels_failure_is_raised_by_the_next_wait() -> None:
 
 
 def test_a_gate_that_nobody_opens_is_a_failure() -> None:
-    """A test that forgets to open a gate fails; it does not hang."""
+    """A test that forgets to open a gate fails, and does not hang."""
     backend.gate(deadline_s=0.01)
     with pytest.raises(RuntimeError, match="gate on stream 0 failed: nobody opened it"):
         torch.accelerator.synchronize()
@@ -244,7 +244,7 @@ def test_a_copy_between_devices_is_ordered_on_both() -> None:
 
 
 def test_late_streams_start_when_someone_waits() -> None:
-    """Else not for a long time; a wait reaches through events to the streams behind them."""
+    """Otherwise they wait long; a wait also starts the streams behind its events."""
     a, b = torch.Stream(device="sim"), torch.Stream(device="sim")
     x = ones(4)
     with backend.misbehaving(late_streams=FOREVER_US):
@@ -261,7 +261,7 @@ def test_late_streams_start_when_someone_waits() -> None:
 
 
 def test_a_copy_from_pageable_memory_can_block_the_host() -> None:
-    """Until its stream has come to it; one from pinned memory does not."""
+    """It blocks until its stream has reached it; a copy from pinned memory does not."""
     batch = torch.ones(1000)
     with backend.charging():
         with backend.gate("sim:0", deadline_s=60):
@@ -277,7 +277,7 @@ def test_a_copy_from_pageable_memory_can_block_the_host() -> None:
 
 
 def test_a_full_queue_blocks_the_host() -> None:
-    """The next launch comes back when the stream has begun one; waits for events count as well."""
+    """The next launch returns when the stream has begun one; waits for events count, too."""
     x, launched = torch.zeros(1, device="sim"), [0]
 
     def launch() -> None:
@@ -328,7 +328,7 @@ x = torch.ones(3, device="sim")
 x + 1
 torch.accelerator.synchronize()
 backend.lag(1e5)
-warnings.simplefilter("ignore")  # Python's, of forks beside threads
+warnings.simplefilter("ignore")  # Python's, about forks with threads
 child = os.fork()
 if child == 0:
     torch.manual_seed(1)
@@ -345,12 +345,12 @@ assert (x + 1).sum().item() == 6
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_a_process_ends_at_once(scripts: Scripts, name: str) -> None:
-    """Whatever its streams are at, without a crash; a forked child is told what it may not do."""
+    """It ends without a crash in any state of its streams; a forked child gets an error."""
     assert scripts.run(Script(START + ENDINGS[name])) == (0, "", "")
 
 
 def test_where_it_cannot_be_built_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a compiler, in words."""
+    """Without a compiler, the message says so."""
     assert backend.why_not() is None
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -358,7 +358,7 @@ def test_where_it_cannot_be_built_it_says_why(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_several_processes_build_it_once(scripts: Scripts, tmp_path: Path) -> None:
-    """One builds and says how long it took; the others wait for it. The compiler is a stand-in."""
+    """One builds and says how long it took; the others wait. The compiler is a fake."""
     compiler, calls = tmp_path / "compiler", tmp_path / "calls"
     compiler.write_text(
         f'#!/bin/sh\necho called >> {calls}\nfor last; do :; done\ncp {build.library()} "$last"\n'

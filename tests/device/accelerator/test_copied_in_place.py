@@ -30,7 +30,7 @@ STEPS, ROWS = 12, 256
 
 @dataclass
 class PlainBatch:
-    """Without ``data_copy_stream``."""
+    """A batch whose ``to`` has no ``data_copy_stream``."""
 
     x: Tensor
 
@@ -43,7 +43,7 @@ class PlainBatch:
 
 @dataclass
 class InPlaceBatch(PlainBatch):
-    """Copied as TorchRec's own batches are."""
+    """A batch that is copied like TorchRec's own ones."""
 
     streams: ClassVar[list[tuple[torch.Stream, torch.Stream]]] = []
 
@@ -64,7 +64,7 @@ class InPlaceBatch(PlainBatch):
 
 
 class Model(nn.Module):
-    """One layer."""
+    """A model of one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Model(nn.Module):
 
 
 def batches(kind: type[PlainBatch]) -> Iterator[Any]:
-    """All different."""
+    """Yield different batches."""
     draws = torch.Generator().manual_seed(5)
     for _ in range(STEPS):
         x = torch.rand(ROWS, 8, generator=draws)
@@ -85,7 +85,7 @@ def batches(kind: type[PlainBatch]) -> Iterator[Any]:
 
 
 def trained(kind: type[PlainBatch], **given: Any) -> list[Tensor]:
-    """Outputs and parameters, on the host."""
+    """Train, and return outputs and parameters on the host."""
     model = Model().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pipeline: Any = TrainPipelineBase(model, optimizer, DEVICE, **given)
@@ -97,14 +97,14 @@ def trained(kind: type[PlainBatch], **given: Any) -> list[Tensor]:
 
 
 def in_place() -> dict[str, Any]:
-    """By the name that the installed TorchRec has for it."""
+    """Return the option under the name that the installed TorchRec has for it."""
     names = TrainPipelineBase.__signature__.parameters
     known = {"enable_inplace_copy_batch", "inplace_copy_batch_to_gpu"} & set(names)
     return dict.fromkeys(known, True)
 
 
 def test_batches_get_memory_of_the_callers_stream() -> None:
-    """They are copied on another one, and trained on to the same bits."""
+    """They are copied on another stream, and training gives the same bits."""
     wanted = trained(PlainBatch)
     InPlaceBatch.streams.clear()
     odd = backend.misbehaving(late_streams=200.0, poison=True) if SIMULATED else nullcontext()
@@ -117,7 +117,7 @@ def test_batches_get_memory_of_the_callers_stream() -> None:
 
 
 def test_a_batch_that_cannot_be_copied_so_is_told() -> None:
-    """With what its ``to`` has to do."""
+    """The error says what its ``to`` has to do."""
     with pytest.raises(TypeError, match=r"PlainBatch\.to takes no data_copy_stream: let it take"):
         trained(PlainBatch, **in_place())
 

@@ -1,7 +1,7 @@
 """``overlap(device=)`` and ``prefetch_plan(device=)``: batches are copied ahead of the loop.
 
-The device's streams are late, what it frees is poisoned, and the link to it is slow, so that a
-missing wait, a buffer that is used again too soon, and memory that nobody holds show in the values.
+The device's streams are late, freed memory is poisoned, and the link is slow. A missing wait, a
+buffer that is reused too soon, and memory that is not held thus show in the values.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 BATCHES = 20
-"""More than are watched."""
+"""More batches than are watched."""
 
 ROWS = 1024
 LINK = 4e5
-"""In us per MiB: 1.5 ms for a batch of ``ROWS`` floats."""
+"""The speed of the link in us per MiB: 1.5 ms for a batch of ``ROWS`` floats."""
 
 LATE_MS = 4.0
 DEADLINE_S = 20.0
@@ -49,13 +49,13 @@ DEADLINE_S = 20.0
 
 @pytest.fixture
 def slow() -> Iterator[None]:
-    """A slow link, late streams, poison."""
+    """Use a slow link, late streams and poisoned memory."""
     with backend.misbehaving(late_streams=200.0, poison=True, link_us_per_mib=LINK):
         yield
 
 
 def filled(value: int) -> Tensor:
-    """A batch that tells its number, in memory that is not pinned."""
+    """Return a batch with the given value, in pageable memory."""
     return torch.full((ROWS,), float(value))
 
 
@@ -66,7 +66,7 @@ Pair = namedtuple("Pair", ["x", "y"])
 
 @dataclass
 class Sample:
-    """Opened by its attributes."""
+    """A batch that is opened by its attributes."""
 
     x: Tensor
     name: str
@@ -74,18 +74,18 @@ class Sample:
 
 
 class Movable:
-    """With a ``to`` of its own, which leaves the lengths where they are."""
+    """A batch with a ``to`` of its own, which does not move the lengths."""
 
     def __init__(self, x: Tensor, lengths: Tensor) -> None:
         self.x, self.lengths = x, lengths
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Movable:
-        """On the device, but for the lengths."""
+        """Return the batch on the device, with its lengths on the host."""
         return Movable(self.x.to(device, non_blocking=non_blocking), self.lengths)
 
 
 class Pinnable:
-    """With ``pin_memory``, and a ``to`` that takes the device only."""
+    """A batch with ``pin_memory``, and a ``to`` that takes the device only."""
 
     __slots__ = ("x",)
 
@@ -93,23 +93,23 @@ class Pinnable:
         self.x = x
 
     def pin_memory(self) -> Pinnable:
-        """In pinned memory."""
+        """Return the batch in pinned memory."""
         return Pinnable(self.x.pin_memory())
 
     def to(self, device: torch.device) -> Pinnable:
-        """On the device; the copy reads pinned memory when the stream gets there."""
+        """Return the batch on the device; the copy reads pinned memory later."""
         assert self.x.is_pinned()
         return Pinnable(self.x.to(device, non_blocking=True))
 
 
 def jagged(i: int) -> Any:
-    """A nested tensor of torch's."""
+    """Return a nested tensor of torch."""
     rows = [torch.full((3 + i % 3,), float(i)), torch.arange(4.0)]
     return torch.nested.nested_tensor(rows, layout=torch.jagged)
 
 
 def keyed(i: int) -> Any:
-    """A jagged tensor of TorchRec's."""
+    """Return a jagged tensor of TorchRec."""
     sparse = pytest.importorskip("torchrec.sparse.jagged_tensor")
     lengths = torch.tensor([1, 2, i % 3, 1])
     values = torch.arange(int(lengths.sum())) + i
@@ -117,7 +117,7 @@ def keyed(i: int) -> Any:
 
 
 def images(i: int) -> Tensor:
-    """Channels last."""
+    """Return images in the format channels-last."""
     return torch.rand(2, 3, 8, 8).to(memory_format=torch.channels_last) + i
 
 
@@ -148,7 +148,7 @@ FORMS: dict[str, Callable[[int], Any]] = {
 
 
 def by_hand(value: Any) -> Any:
-    """As a plain loop's first lines move a batch."""
+    """Move a batch as the first lines of a plain loop do."""
     if isinstance(value, Tensor) or hasattr(value, "pin_memory"):
         pinned = value.pin_memory() if isinstance(value, Pinnable) else value
         return pinned.to(DEVICE)
@@ -166,7 +166,7 @@ def by_hand(value: Any) -> Any:
 
 
 def flat(value: Any) -> list[Any]:
-    """What is in a batch: of tensors place, type, strides and a copy; all else as it is."""
+    """Return the contents of a batch: properties and copies of tensors, and all else as it is."""
     if type(value) is Tensor:
         lazy = value.is_conj(), value.is_neg()
         return [value.device, value.dtype, value.stride(), lazy, value.clone()]
@@ -184,12 +184,12 @@ def flat(value: Any) -> list[Any]:
 
 
 def plain(batches: list[Any], use: Callable[[Any], Any]) -> list[Any]:
-    """A plain loop."""
+    """Run a plain loop."""
     return [use(by_hand(batch)) for batch in batches]
 
 
 def overlapped(batches: list[Any], use: Callable[[Any], Any], **options: Any) -> list[Any]:
-    """The same loop, with the copy ahead."""
+    """Run the same loop with the copy ahead."""
     seen: list[Any] = []
 
     def train(ctx: IterContext) -> None:
@@ -203,7 +203,7 @@ def overlapped(batches: list[Any], use: Callable[[Any], Any], **options: Any) ->
 
 
 def assert_same(found: list[Any], expected: list[Any]) -> None:
-    """Bit for bit."""
+    """Check that contents are equal bit for bit."""
     torch.accelerator.synchronize()
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
@@ -220,14 +220,14 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_batches_are_those_of_the_plain_loop(form: str, slow: None) -> None:
-    """In place, type, strides and value; what is no tensor is kept."""
+    """Places, type, strides and values are equal; what is no tensor is kept."""
     batches = [FORMS[form](i) for i in range(BATCHES)]
     assert_same(overlapped(batches, flat), plain(batches, flat))
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_passes_in_other_modes_use_the_same_buffers(mode: Callable[[], Any], slow: None) -> None:
-    """What inference mode makes could not be written outside of it."""
+    """Memory of inference mode could not be written outside of it."""
     batches = [(filled(i),) for i in range(BATCHES)]
     plan = prefetch_plan([], [PipelineTask("use", lambda ctx: None)], device=DEVICE)
     with SWPipeline(plan, device=DEVICE) as pipe:
@@ -243,14 +243,14 @@ def test_passes_in_other_modes_use_the_same_buffers(mode: Callable[[], Any], slo
 
 
 def test_a_tensor_that_is_there_twice_is_copied_once(slow: None) -> None:
-    """And is one tensor on the device."""
+    """It is one tensor on the device, too."""
     x = filled(1)
     same = overlapped([(x, {"again": x})] * 3, lambda batch: batch[0] is batch[1]["again"])
     assert same == [True] * 3
 
 
 def test_what_is_on_the_device_or_has_no_tensor_is_the_same_object(slow: None) -> None:
-    """Also a module, which ``to`` would change in place."""
+    """This includes a module, which ``to`` would change in place."""
     there, module, other = filled(1).to(DEVICE), nn.Linear(2, 2), object()
     batches = [(there, module, other)] * 3
     found = overlapped(
@@ -261,7 +261,7 @@ def test_what_is_on_the_device_or_has_no_tensor_is_the_same_object(slow: None) -
 
 
 def test_gradients_of_a_batch_reach_the_host(slow: None) -> None:
-    """As in a plain loop."""
+    """They do so as in a plain loop."""
 
     def gradients(ahead: bool) -> list[Tensor]:
         batches = [(filled(i).requires_grad_(), filled(2)) for i in range(5)]
@@ -280,7 +280,7 @@ def test_gradients_of_a_batch_reach_the_host(slow: None) -> None:
 
 
 def consumer_waits() -> list[int]:
-    """A task reads a batch that is still on its way."""
+    """Read batches in a task while they are being copied; return the wrong iterations."""
     seen: dict[int, Tensor] = {}
 
     def train(ctx: IterContext) -> None:
@@ -293,7 +293,7 @@ def consumer_waits() -> list[int]:
 
 
 def test_a_task_reads_what_was_copied() -> None:
-    """It waits for the copy; without a wait for earlier copies a buffer is written too soon."""
+    """It waits for the copy; without a wait for earlier copies a buffer is written too early."""
     with backend.misbehaving(link_us_per_mib=LINK):
         assert consumer_waits() == []
         with pytest.MonkeyPatch.context() as patch:
@@ -302,7 +302,7 @@ def test_a_task_reads_what_was_copied() -> None:
 
 
 def pool_of(plan: Any) -> Any:
-    """The pool of a plan's copy."""
+    """Return the pool of a plan's copy."""
     return plan.tasks[0].fn._pool
 
 
@@ -315,7 +315,7 @@ def pool_of(plan: Any) -> Any:
 def test_no_copy_reads_what_a_later_one_has_written(
     most: int, batches: list[list[int]], link: float
 ) -> None:
-    """Whatever the sizes; with so many buffers at most, each large enough."""
+    """This holds for any sizes, with a limited number of buffers that are large enough."""
     pool = PinnedPool(resolve(DEVICE), most)
     kept: list[Transfer] = []
     with backend.misbehaving(late_streams=100.0, link_us_per_mib=link):
@@ -329,7 +329,7 @@ def test_no_copy_reads_what_a_later_one_has_written(
 
 
 def test_a_copy_that_fails_midway_keeps_its_buffer() -> None:
-    """Until the copies that were submitted before have ended; no other is made."""
+    """It keeps it until earlier copies have ended; no other buffer is made."""
     pool = PinnedPool(resolve(DEVICE), 1)
     first, last = (
         Transfer(one, torch.empty_like(one, device=DEVICE)) for one in map(filled, (1, 2))
@@ -346,7 +346,7 @@ def test_a_copy_that_fails_midway_keeps_its_buffer() -> None:
 
 @pytest.mark.parametrize("serial", [False, True])
 def test_buffers_are_used_again(serial: bool, slow: None) -> None:
-    """There are as many as iterations in flight, over passes, batches of any size and serially."""
+    """There is one per iteration in flight, over passes, sizes and serial iterations."""
     addresses: set[int] = set()
     batches = [(filled(i + 1), torch.ones(1 + 50 * i)) for i in range(BATCHES)]
     plan = prefetch_plan([], [PipelineTask("use", lambda ctx: None)], device=DEVICE, depth=2)
@@ -367,15 +367,15 @@ def test_buffers_are_used_again(serial: bool, slow: None) -> None:
 
 
 class PartlyThere(Movable):
-    """On the device but for its lengths: it cannot be pinned."""
+    """A batch on the device, with its lengths on the host, that cannot be pinned."""
 
     def pin_memory(self) -> PartlyThere:
-        """As torch has it for a tensor on a device."""
+        """Raise torch's error for a tensor on a device."""
         raise RuntimeError("only dense CPU tensors can be pinned")
 
 
 def test_an_object_with_a_part_on_the_device_is_not_pinned() -> None:
-    """Its ``to`` moves what is left; and a task that reads it waits for what is there."""
+    """Its ``to`` moves the rest; a task that reads it waits for the part on the device."""
     batches = [PartlyThere(filled(i).to(DEVICE), torch.tensor([i])) for i in range(3)]
     assert all(map(resolve(DEVICE).holds_work, batches))
     assert not resolve(DEVICE).holds_work(Movable(filled(0), torch.tensor([0])))
@@ -389,7 +389,7 @@ def test_an_object_with_a_part_on_the_device_is_not_pinned() -> None:
 
 
 class Numbers(Dataset[Tensor]):
-    """Tells apart all rows."""
+    """A dataset of different rows."""
 
     def __len__(self) -> int:
         return 8
@@ -399,7 +399,7 @@ class Numbers(Dataset[Tensor]):
 
 
 def fed(kind: str) -> Any:
-    """Batches that lie in pinned memory, or not."""
+    """Return batches in pinned or in pageable memory."""
     if kind == "workers":
         return DataLoader(Numbers(), batch_size=2, num_workers=1, pin_memory=True)
     rows = [filled(i) for i in range(4)]
@@ -407,13 +407,13 @@ def fed(kind: str) -> Any:
 
 
 def groups(loop: Any) -> set[str | None]:
-    """Of the loader and the tasks."""
+    """Return the thread groups of the loader and the tasks."""
     plan = loop.overlap.plan
     return {plan.pull_group, *plan.thread_groups}
 
 
 def test_what_only_launches_copies_takes_no_thread() -> None:
-    """Of batches that others pin, or that are pinned; filling pinned memory takes one."""
+    """Such batches are pinned already; to fill pinned memory takes a thread."""
 
     @swpipe.task(pure=True)
     def decode(ctx: IterContext) -> None:
@@ -435,7 +435,7 @@ def test_what_only_launches_copies_takes_no_thread() -> None:
 
 
 def test_without_a_thread_copies_run_while_the_caller_computes() -> None:
-    """While the first step is held the next batch arrives."""
+    """The next batch arrives while the first step is held."""
     backend.clear_log()
     gates: list[backend.Gate] = []
 
@@ -452,7 +452,7 @@ def test_without_a_thread_copies_run_while_the_caller_computes() -> None:
 
 @pytest.mark.parametrize("batches", ["pinned", "workers"])
 def test_without_a_thread_a_pass_is_left_saved_and_gone_on_with(batches: str) -> None:
-    """Each pass trains the plain loop's batches."""
+    """Each pass trains on the plain loop's batches."""
     plainly = [batch.sum().item() for batch in fed(batches)]
     with swpipe.overlap(fed(batches), [adding_up()], device=DEVICE) as loop:
         assert [ctx.sum.item() for ctx in loop] == plainly
@@ -470,7 +470,7 @@ def test_without_a_thread_a_pass_is_left_saved_and_gone_on_with(batches: str) ->
 
 
 def test_without_a_thread_an_error_comes_in_its_turn() -> None:
-    """That of the copy, when the steps before are done."""
+    """The copy's error is raised when the previous steps are done."""
 
     class Unmovable:
         def to(self, device: torch.device) -> None:
@@ -486,7 +486,7 @@ def test_without_a_thread_an_error_comes_in_its_turn() -> None:
 
 
 def await_copies(count: int) -> None:
-    """Wait until so many batches have been copied, whatever the caller's stream does."""
+    """Wait until ``count`` batches have been copied, whatever the caller's stream does."""
     until = time.monotonic() + DEADLINE_S
     while sum(work.name == "copy_" for work in backend.log()) < count:
         assert time.monotonic() < until
@@ -495,7 +495,7 @@ def await_copies(count: int) -> None:
 
 @pytest.mark.parametrize("placed", [False, True], ids=["device=", "after decode"])
 def test_copies_run_while_the_caller_computes(placed: bool) -> None:
-    """While the first step is held, later batches arrive; its tasks before the copy do not wait."""
+    """Later batches arrive while the first step is held; its tasks before the copy do not wait."""
     backend.clear_log()
     gates: list[backend.Gate] = []
 
@@ -538,7 +538,7 @@ class Broken:
         self.answer = answer
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Any:
-        """Fails, or forgets to return itself."""
+        """Raise an error, or return None."""
         if self.answer:
             raise self.answer
         return None
@@ -546,7 +546,7 @@ class Broken:
 
 @pytest.mark.parametrize("answer", [OSError("no room"), None])
 def test_an_object_that_cannot_be_moved(answer: Any, slow: None) -> None:
-    """Raises what its ``to`` raised, when the batches before are done; the next pass is whole."""
+    """The error of its ``to`` is raised after the previous batches; the next pass is complete."""
     data: list[Any] = [filled(0), filled(1), (filled(2), Broken(answer)), filled(3)]
     done: list[int] = []
 
@@ -568,7 +568,7 @@ def test_an_object_that_cannot_be_moved(answer: Any, slow: None) -> None:
 
 
 def test_a_pass_may_be_left_and_closed_in_the_middle_of_copies() -> None:
-    """Nothing of it reaches a later pass."""
+    """No part of it reaches a later pass."""
     with backend.misbehaving(link_us_per_mib=10 * LINK, poison=True):
         data = [filled(i) for i in range(8)]
         for _ in range(2):
@@ -582,7 +582,7 @@ def test_a_pass_may_be_left_and_closed_in_the_middle_of_copies() -> None:
 
 
 def adding_up() -> PipelineTask:
-    """A task that sums the batch."""
+    """Return a task that sums the batch."""
 
     def add_up(ctx: IterContext) -> None:
         ctx.sum = ctx.batch.sum()
@@ -591,7 +591,7 @@ def adding_up() -> PipelineTask:
 
 
 def test_an_evaluation_on_another_device_within_the_loop(slow: None) -> None:
-    """Each loop copies to its own device; the caller's stays current."""
+    """Each loop copies to its own device; the caller's device stays current."""
     data = [filled(i) for i in range(5)]
     with (
         swpipe.overlap(data, [adding_up()], device="sim:0") as loop,
@@ -606,7 +606,7 @@ def test_an_evaluation_on_another_device_within_the_loop(slow: None) -> None:
 
 
 def test_a_loader_in_turn_is_copied_in_turn(slow: None) -> None:
-    """With the same values; nothing is ahead."""
+    """The values are equal; nothing is ahead."""
     data = [filled(i) for i in range(5)]
     with swpipe.overlap(data, [adding_up()], device=DEVICE, pull_ahead=False) as loop:
         assert [float(ctx.sum) for ctx in loop] == [ROWS * float(i) for i in range(5)]
@@ -645,7 +645,7 @@ def test_a_task_that_is_called_copy_is_refused() -> None:
 
 
 def test_a_recording_sees_a_pure_task() -> None:
-    """Its buffers are no state: nobody else uses them, and a profile must not put them back."""
+    """Its buffers are no state: no other code uses them, and a profile must not restore them."""
     tasks = [copy_task(DEVICE), adding_up()]
     recording = record(tasks, filled(1), device=DEVICE)
     assert recording.plan().deps == (("add up", "copy"),)
@@ -655,7 +655,7 @@ def test_a_recording_sees_a_pure_task() -> None:
 
 
 def test_the_profiler_and_a_trace_know_the_copy(slow: None) -> None:
-    """As any other task: a row of exposed time, a shortcut, spans on its stream."""
+    """It is like any other task: it has an exposed time, a shortcut, spans on its stream."""
     data = [filled(i) for i in range(4)]
     plan = prefetch_plan([], [adding_up()], device=DEVICE)
     with SWPipeline(plan, device=DEVICE) as pipe:

@@ -31,13 +31,13 @@ DEVICES = ("sim:0", "sim:1")
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> None:
-    """The test backend, in this process."""
+    """Load the test backend into this process."""
     backend.load()
 
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each device in turn, while the caller's current device is device 0."""
+    """Each device, with device 0 as the caller's current device."""
     torch.accelerator.set_device_index(0)
     yield request.param
     assert torch.accelerator.current_device_index() == 0
@@ -45,7 +45,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def generators_stay() -> Iterator[None]:
-    """Whatever a pipeline does, no default generator has moved afterwards."""
+    """Check that no pipeline changes a default generator."""
     backend.load()
     before = states()
     yield
@@ -53,22 +53,22 @@ def generators_stay() -> Iterator[None]:
 
 
 def states() -> list[Tensor]:
-    """Of the default generators of the host and of all devices."""
+    """Return the states of the default generators of the host and of all devices."""
     return [torch.get_rng_state(), *(torch.sim.get_rng_state(k) for k in range(2))]  # type: ignore[attr-defined]
 
 
 def draw(ctx: IterContext) -> None:
-    """Drawn on the current device, which has to be the pipeline's."""
+    """Draw on the current device, which has to be the pipeline's."""
     ctx.noise = torch.rand(64, device="sim")
 
 
 def add(ctx: IterContext) -> None:
-    """On the caller's stream."""
+    """Add on the caller's stream."""
     ctx.sum = (ctx.noise + ctx.batch).sum()
 
 
 def total(ctx: IterContext) -> None:
-    """On a stream of its own."""
+    """Sum on a stream of its own."""
     ctx.total = ctx.sum * 2.0
     del ctx.sum
 
@@ -89,7 +89,7 @@ PLAN = PipelinePlan(
 
 
 def totals(device: str, plan: PipelinePlan = PLAN) -> list[float]:
-    """Eight iterations under a plan."""
+    """Return the totals of eight iterations under a plan."""
     with SWPipeline(plan, TASKS, device=device, seed=3) as pipe:
         ended = list(pipe.iterate(iter(range(8))))
         assert {ctx.total.device for ctx in ended} == {torch.device(device)}
@@ -100,7 +100,7 @@ def totals(device: str, plan: PipelinePlan = PLAN) -> list[float]:
 
 
 def test_serial_runs_draw_and_compute_on_the_pipelines_device(device: str) -> None:
-    """They did on the caller's device, with its generator, which nobody had seeded."""
+    """Once they ran on the caller's device, with its generator, which nothing had seeded."""
     with SWPipeline(PLAN, TASKS, device=device, seed=3) as pipe:
         ended = [pipe.run_one_serial_iter(k) for k in range(8)]
     assert {ctx.total.device for ctx in ended} == {torch.device(device)}
@@ -108,7 +108,7 @@ def test_serial_runs_draw_and_compute_on_the_pipelines_device(device: str) -> No
 
 
 def test_a_device_seeds_its_own_generator(device: str) -> None:
-    """Whichever device is current."""
+    """This holds for any current device."""
     where = resolve(device)
     before = states()
     kept = where.generator_states()
@@ -121,12 +121,12 @@ def test_a_device_seeds_its_own_generator(device: str) -> None:
 
 
 def test_both_devices_draw_the_same() -> None:
-    """A seed is a seed."""
+    """The same seed gives the same numbers on both."""
     assert totals("sim:0") == totals("sim:1")
 
 
 def test_a_recording_runs_on_the_device_that_it_is_given(device: str) -> None:
-    """It neither saw nor restored the generator of any device but the caller's."""
+    """Once it saw and restored only the generator of the caller's device."""
     where = Notes()
 
     def note(ctx: IterContext) -> None:
@@ -139,7 +139,7 @@ def test_a_recording_runs_on_the_device_that_it_is_given(device: str) -> None:
 
 
 def test_a_failed_run_restores_the_generator_of_its_own_device() -> None:
-    """A drawing task that was left behind gave device 0 the state of device 1."""
+    """A drawing task that kept running gave device 0 the state of device 1."""
     entered, leave = Event(), Event()
 
     def draw_for_long(ctx: IterContext) -> None:
@@ -190,13 +190,13 @@ def test_pipelines_on_two_devices_may_be_nested() -> None:
 
 @pytest.mark.parametrize("name", ["sim:2", "cuda"])
 def test_a_device_that_is_not_there_is_refused(name: str) -> None:
-    """The process was aborted later."""
+    """Once the process was aborted later."""
     with pytest.raises(ValueError, match=f"'{name}' is not on this machine, which has sim"):
         SWPipeline(PLAN, TASKS, device=name)
 
 
 def test_a_stream_of_another_device_of_the_same_kind_is_refused(device: str) -> None:
-    """The pipeline's own device has an index, even where the user gave none."""
+    """The pipeline's own device has an index, even if the user gave none."""
     other = DEVICES[device == "sim:0"]
     plan = PipelinePlan({PipelineTask("a", add): TaskSchedule(0, torch.Stream(device=other))})
     with pytest.raises(PlanError, match=rf"belongs to {other}.*device \({device}\)"):
@@ -207,7 +207,7 @@ def test_a_stream_of_another_device_of_the_same_kind_is_refused(device: str) -> 
 
 
 def test_a_backend_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name, and not with a dump at the first retirement."""
+    """The error names it; once the first retirement crashed."""
 
     def none(device: object) -> object:
         raise NotImplementedError("no streams here")
@@ -218,7 +218,7 @@ def test_a_backend_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_new_streams_that_are_the_default_one_are_told(device: str) -> None:
-    """The numbers are right, and nothing overlaps: a warning says so, once."""
+    """The numbers are right, and nothing overlaps: a warning says so once."""
     expected = totals(device)
     with backend.misbehaving(no_new_streams=True):
         with pytest.warns(UserWarning, match=f"'{device}' has one stream only") as told:
@@ -231,7 +231,7 @@ def test_new_streams_that_are_the_default_one_are_told(device: str) -> None:
 
 @pytest.mark.parametrize("stream", ["side", "an object"])
 def test_without_record_stream_a_plan_with_streams_is_refused(device: str, stream: str) -> None:
-    """It died at the first retirement. Nobody knows when the caller drops what it still reads."""
+    """Once it crashed at the first retirement. The caller may drop what a stream still reads."""
     ref = torch.Stream(device=device) if stream == "an object" else stream
     plan = PipelinePlan({"draw": TaskSchedule(0), "add": TaskSchedule(1), "total": TaskSchedule(1)})
     streamed = PipelinePlan({**plan.schedule, "total": TaskSchedule(1, ref)})
@@ -241,7 +241,7 @@ def test_without_record_stream_a_plan_with_streams_is_refused(device: str, strea
 
 
 def test_without_record_stream_a_plan_without_streams_runs(device: str) -> None:
-    """Threads and depth stay, and so do the numbers."""
+    """Threads, depth and the numbers stay the same."""
     expected = totals(device)
     alone = {n: TaskSchedule(e.stage, None, e.thread_group) for n, e in PLAN.schedule.items()}
     with backend.misbehaving(record_stream=False, poison=True, late_streams=200.0):
@@ -249,7 +249,7 @@ def test_without_record_stream_a_plan_without_streams_runs(device: str) -> None:
 
 
 def test_one_stream_needs_no_record_stream(device: str) -> None:
-    """As on a backend whose new streams are all the default one."""
+    """An example is a backend whose new streams are all the default one."""
     expected = totals(device)
     with (
         backend.misbehaving(record_stream=False, no_new_streams=True, poison=True),
@@ -264,7 +264,7 @@ def test_one_stream_needs_no_record_stream(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.float64, torch.bool])
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_state_of_any_size_is_recorded(dtype: torch.dtype, count: int) -> None:
-    """A scalar loss or counter on the device, of less than 8 bytes, made every recording fail."""
+    """A scalar on the device with fewer than 8 bytes once made every recording fail."""
     counter = torch.zeros(count, dtype=dtype, device="sim:0")
 
     def write(ctx: IterContext) -> None:
@@ -279,7 +279,7 @@ def test_state_of_any_size_is_recorded(dtype: torch.dtype, count: int) -> None:
 
 @pytest.mark.parametrize("size", [4, 7, 8, 12])
 def test_bytes_that_change_places_are_a_write(size: int) -> None:
-    """Of a kernel that torch does not know; the bytes past the last whole word were added up."""
+    """A kernel unknown to torch writes; the bytes after the last whole word were only added up."""
     flags = (torch.arange(size) == size - 2).to("sim:0")
 
     def write(ctx: IterContext) -> None:
@@ -297,7 +297,7 @@ def test_bytes_that_change_places_are_a_write(size: int) -> None:
 
 
 def test_without_event_timing_a_trace_has_the_threads(device: str) -> None:
-    """It raised; every backend's events have the method, and some have no times to tell."""
+    """Once it raised; every backend's events have the method, but some have no times."""
     with (
         backend.misbehaving(event_timing=False),
         SWPipeline(PLAN, TASKS, device=device, seed=3) as pipe,
@@ -311,7 +311,7 @@ def test_without_event_timing_a_trace_has_the_threads(device: str) -> None:
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_without_event_timing_a_profile_has_the_hosts_times(device: str, pipelined: bool) -> None:
-    """It raised at the end, and all that was measured was lost."""
+    """Once it raised at the end, and the measurements were lost."""
     with (
         backend.misbehaving(event_timing=False),
         SWPipeline(PLAN, TASKS, device=device, seed=3) as pipe,
@@ -323,7 +323,7 @@ def test_without_event_timing_a_profile_has_the_hosts_times(device: str, pipelin
 
 
 def test_copies_come_from_pinned_memory_where_the_backend_pins() -> None:
-    """That was asked of CUDA only."""
+    """Once this was done for CUDA only."""
     assert resolve("sim").pins_memory
     assert not resolve("cpu").pins_memory
 
@@ -344,7 +344,7 @@ class Incomparable(str):
 
 
 def test_nothing_compares_the_type_of_a_device(device: str) -> None:
-    """Whatever depends on the device asks it; so a new backend is a matter of its device alone."""
+    """Code that depends on the device asks it; so a new backend needs a new device only."""
     where = resolve(device)
     where.type = Incomparable("sim")
     with pytest.raises(AssertionError, match="compared with 'cpu'"):

@@ -1,7 +1,7 @@
 """Draining, failing and running ahead while the device is still at work.
 
-A gate keeps a stream where it is, so that the host's order is known: what happens before the gate
-opens happens while the device has yet to do the work behind it.
+A gate stops a stream, so that the host's order is known: the host's actions before the gate is
+opened come before the work behind it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ DEPTH = 3
 
 
 class Gates:
-    """Puts a gate on the current stream at one iteration; ``open`` opens it."""
+    """A gate on the current stream at one iteration."""
 
     def __init__(self, at: int) -> None:
         self._at = at
         self._gate: backend.Gate | None = None
 
     def pass_through(self, i: int) -> None:
-        """The work that is submitted to the current stream from here on waits for the gate."""
+        """Put the gate before work that is submitted to the current stream from here on."""
         if i == self._at:
             self._gate = backend.gate(DEVICE)
 
     @property
     def closed(self) -> bool:
-        """Whether a stream stands before it."""
+        """Whether a stream is waiting at the gate."""
         return self._gate is not None
 
     def open(self) -> None:
-        """Let it go on."""
+        """Open the gate."""
         if self._gate is not None:
             self._gate.open()
             self._gate = None
@@ -55,7 +55,7 @@ class Gates:
 
 
 def made_behind(gates: Gates, group: str) -> PipelinePlan:
-    """A tensor is made on stream "side", and its task is a sink; three stages."""
+    """Return a plan of three stages whose sink makes a tensor on stream "side"."""
 
     def make(ctx: IterContext) -> None:
         gates.pass_through(ctx.iter_idx)
@@ -71,7 +71,7 @@ def made_behind(gates: Gates, group: str) -> PipelinePlan:
 
 
 def drained(group: str, *, caller_waits: bool = True) -> list[int]:
-    """The iterations whose values the caller found wrong, read after ``drain`` on its stream."""
+    """Drain; return the iterations whose values the caller's stream read wrong."""
     gates, seen, data = Gates(at=2), dict[int, Tensor](), iter(range(12))
     with SWPipeline(made_behind(gates, group), device=DEVICE) as pipe:
         contexts = [pipe.progress(data), *pipe.drain()]
@@ -90,7 +90,7 @@ def drained(group: str, *, caller_waits: bool = True) -> list[int]:
 
 @pytest.mark.parametrize("group", ["default", "io"])
 def test_drain_hands_out_what_the_device_is_still_at(group: str) -> None:
-    """The host does not wait, the caller's stream does; and the same iterator goes on."""
+    """The caller's stream waits, not the host; and the same iterator goes on."""
     assert drained(group) == []
 
 
@@ -105,7 +105,7 @@ def test_without_waits_for_sinks_drained_values_are_wrong(monkeypatch: pytest.Mo
 
 
 class Asked:
-    """An event that tells when the host asks for it in vain."""
+    """An event that calls ``in_vain`` if the host queries it before it is reached."""
 
     def __init__(self, event: Any, in_vain: Callable[[], None]) -> None:
         self._event, self._in_vain = event, in_vain
@@ -124,7 +124,7 @@ class Asked:
 
 
 class Telling(AcceleratorDevice):
-    """Calls ``in_vain`` when the host asks for an event that the device has not reached."""
+    """A device whose events call ``in_vain`` if the host queries them too early."""
 
     def __init__(self, in_vain: Callable[[], None]) -> None:
         self._in_vain = in_vain
@@ -135,7 +135,7 @@ class Telling(AcceleratorDevice):
 
 
 def pulled_before_waiting(depth: int, group: str, run_ahead: int | None = None) -> int:
-    """How many batches are pulled while iteration 0 stands before a gate on stream "side"."""
+    """Return how many batches are pulled while iteration 0 waits at a gate on stream "side"."""
     gates, pulled = Gates(at=0), [0]
     first_wait: list[int] = []
 
@@ -169,13 +169,13 @@ def pulled_before_waiting(depth: int, group: str, run_ahead: int | None = None) 
 def test_the_host_runs_ahead_by_so_many_iterations(
     depth: int, run_ahead: int | None, group: str
 ) -> None:
-    """No fewer, and no more: the next batch is pulled when the device is done with the first."""
+    """No fewer and no more: the next batch is pulled when the device has finished the first."""
     ahead = 1 if run_ahead is None else run_ahead
     assert pulled_before_waiting(depth, group, run_ahead) == depth + ahead
 
 
 def test_without_back_pressure_the_host_runs_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All batches are pulled while the device has not done the first iteration."""
+    """All batches are pulled before the device has finished the first iteration."""
     unguarded.back_pressure(monkeypatch)
     assert pulled_before_waiting(2, "default") == 20
 
@@ -184,7 +184,7 @@ def test_without_back_pressure_the_host_runs_to_the_end(monkeypatch: pytest.Monk
 
 
 def read_after_a_failure() -> list[int]:
-    """Iteration 0 is read behind a gate; then a task fails. The iterations that were read wrong."""
+    """Let a task fail while a gate delays a read; return the iterations that were read wrong."""
     gates, seen, side = Gates(at=0), dict[int, Tensor](), torch.Stream(device=DEVICE)
 
     def make(ctx: IterContext) -> None:
@@ -222,14 +222,14 @@ def test_a_failure_keeps_the_memory_of_what_is_still_read() -> None:
 
 
 def test_without_the_hold_it_would_be_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is behind the gate reads memory that was freed."""
+    """What is behind the gate reads freed memory."""
     monkeypatch.setattr(Run, "_abandon", lambda run: None)
     with backend.misbehaving(poison=True):
         assert read_after_a_failure() != []
 
 
 def seen_after_a_failure(*, caller_waits: bool = True) -> float:
-    """What the caller's stream reads, after a failure, of a state that a stream is changing."""
+    """Return the caller's view, after a failure, of a state that a stream is changing."""
     gates, state = Gates(at=0), torch.zeros(4, device=DEVICE)
 
     def change(ctx: IterContext) -> None:
@@ -261,14 +261,14 @@ def test_after_a_failure_the_caller_comes_after_what_was_submitted() -> None:
 
 
 def test_without_the_join_the_caller_comes_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads what was there before."""
+    """It reads the previous values."""
     monkeypatch.setattr(Run, "_abandon", lambda run: None)
     assert seen_after_a_failure(caller_waits=False) == 0.0
 
 
 @pytest.mark.parametrize("place", ["a task", "a worker's task", "the iterator", "the caller"])
 def test_after_any_failure_the_next_run_is_right(place: str) -> None:
-    """The failure comes out as itself while a stream stands; what follows has the right values."""
+    """The failure is raised unchanged while a stream is held; the next run is right."""
     gates, failing, seen = Gates(at=1), threading.Event(), dict[int, Tensor]()
     failing.set()
 

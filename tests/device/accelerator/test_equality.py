@@ -20,7 +20,7 @@ ITERATIONS = 12
 
 @cache
 def serially() -> list[Tensor]:
-    """What the serial run comes to."""
+    """Return the results of the serial run."""
     return trained(None, 100, batches(ITERATIONS))
 
 
@@ -33,7 +33,7 @@ def test_a_plan_trains_to_the_same_bits(name: str) -> None:
 
 
 def difference(plan: PipelinePlan, seed: int) -> Difference | None:
-    """Between training serially and under a plan, task by task; streams are late."""
+    """Return the first difference between a serial and a planned training on late streams."""
 
     def loop(plan: PipelinePlan | None) -> Loop:
         return Loop(batches(8), Training(delays=random.Random(seed)).tasks(), plan=plan)
@@ -44,7 +44,7 @@ def difference(plan: PipelinePlan, seed: int) -> Difference | None:
 
 @pytest.mark.usefixtures("deterministic")
 def test_a_comparison_finds_no_difference_of_a_right_plan() -> None:
-    """What each task leaves is copied on its stream, before another one changes it."""
+    """The results of each task are copied on its stream, before another one changes them."""
     for name in ("all on streams of their own", "backward on another thread"):
         assert difference(PLANS[name], 0) is None
 
@@ -53,7 +53,7 @@ def test_a_comparison_finds_no_difference_of_a_right_plan() -> None:
 @pytest.mark.filterwarnings("ignore:a pipeline with iterations in flight was dropped")
 @pytest.mark.usefixtures("deterministic")
 def test_a_comparison_finds_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the task, the iteration and the attribute that differ first."""
+    """It names the first task, iteration and attribute that differ."""
     next(guard for guard in GUARDS if guard.name == "event waits").remove(monkeypatch)
     differences = (difference(PLANS["all on streams of their own"], seed) for seed in range(9))
     found = next(filter(None, differences))

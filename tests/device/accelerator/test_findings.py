@@ -1,4 +1,4 @@
-"""Findings of device work: each planted fault is found at its line, and clean loops have none."""
+"""Findings about device work: each planted fault is found at its line; clean loops have none."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ NAMES = ("CUDA_DEV", "CUDA_LAUNCH", "HIP", "AMD", "OMP", "KMP", "PYTORCH", "NCCL
 
 @pytest.fixture(autouse=True)
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the machine's own is found."""
+    """Hide the environment of this machine."""
     for name in [name for name in os.environ if name.startswith(NAMES)]:
         monkeypatch.delenv(name)
 
 
 def copy(ctx: IterContext) -> None:
-    """As it should be."""
+    """Copy the batch without blocking."""
     ctx.x = ctx.batch.to(DEVICE, non_blocking=True)
 
 
 def training(*more: Callable[[IterContext], None], first: Any = copy) -> list[PipelineTask]:
-    """A model on the device, in training; ``more`` runs after the backward."""
+    """Return the tasks of a training on the device; ``more`` run after the backward."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
 
@@ -52,12 +52,12 @@ def training(*more: Callable[[IterContext], None], first: Any = copy) -> list[Pi
 
 
 def batches() -> list[Tensor]:
-    """In pinned memory."""
+    """Return batches in pinned memory."""
     return [torch.ones(4, 8).pin_memory() for _ in range(3)]
 
 
 def last_line(fn: Any) -> str:
-    """The place of a function's last line, as findings name it."""
+    """Return the place of a function's last line, as findings name it."""
     lines, first = inspect.getsourcelines(fn)
     return (
         f"tests/device/accelerator/test_findings.py:{first + len(lines) - 1}, task {fn.__name__!r}"
@@ -65,7 +65,7 @@ def last_line(fn: Any) -> str:
 
 
 def plan_of(tasks: list[PipelineTask]) -> PipelinePlan:
-    """The first task on a stream of its own, beside the model's."""
+    """Return a plan with the first task on a stream of its own."""
     schedule = {task: TaskSchedule(1) for task in tasks}
     schedule[tasks[0]] = TaskSchedule(0, stream="side")
     return PipelinePlan(schedule)
@@ -75,7 +75,7 @@ def plan_of(tasks: list[PipelineTask]) -> PipelinePlan:
 
 
 def test_a_clean_loop_has_no_findings() -> None:
-    """Copies from pinned memory, training, clipping; sums that stay on the device."""
+    """It copies from pinned memory, trains and clips; sums stay on the device."""
     total = torch.zeros((), device=DEVICE)
 
     def add(ctx: IterContext) -> None:
@@ -89,7 +89,7 @@ def test_a_clean_loop_has_no_findings() -> None:
 
 
 def test_a_clean_loop_with_masks_has_no_findings() -> None:
-    """Shapes that do not depend on data; an exchange that comes first; a value read late."""
+    """Shapes do not depend on data; an exchange comes first; a value is read late."""
     out = torch.zeros(()).pin_memory()
 
     def exchange(ctx: IterContext) -> None:
@@ -157,7 +157,7 @@ WAITS = {
 
 
 def test_each_wait_for_the_device_is_found() -> None:
-    """At its line, once per iteration; nothing else is. A tensor of values is an unpinned copy."""
+    """It has its line, once per iteration; a tensor of values is an unpinned copy."""
     found = examined(training(*WAITS), batches())
     assert sorted(rules(found)) == sorted((rule, last_line(fn)) for fn, rule in WAITS.items())
     assert all(one.text.endswith("; 1 per iteration") for one in found)
@@ -173,7 +173,7 @@ def blocking(ctx: IterContext) -> None:
 
 @pytest.mark.parametrize(("fault", "rule"), [(unpinned, "unpinned-copy"), (blocking, "host-sync")])
 def test_a_copy_that_does_not_overlap_is_found(fault: Any, rule: str) -> None:
-    """From memory that is not pinned; or from pinned memory, but blocking."""
+    """It comes from unpinned memory, or is blocking."""
     assert rules(examined(training(first=fault), batches())) == [(rule, last_line(fault))]
 
 
@@ -202,7 +202,7 @@ def test_a_wait_in_an_autograd_function_is_found() -> None:
 def test_a_variable_that_keeps_streams_in_turn_is_found(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One connection for several streams; or kernels that block."""
+    """It allows one connection for several streams, or makes kernels block."""
     monkeypatch.setenv(name, "1")
     rule = "connections" if "CONNECTIONS" in name else "blocking-setting"
     assert rules(examined(training(), batches())) == [(rule, f"{name}=1")]
@@ -222,7 +222,7 @@ def test_more_streams_than_connections_are_found() -> None:
 
 
 def test_what_torch_tells_of_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait that no operator shows: torch's sync debug mode warns of it, where there is one."""
+    """Torch's sync debug mode, if any, warns of a wait that no operator shows."""
     modes: list[Any] = []
     module = torch.get_device_module(DEVICE)
     monkeypatch.setattr(module, "get_sync_debug_mode", lambda: 0, raising=False)
@@ -244,7 +244,7 @@ def test_what_torch_tells_of_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_other_warnings_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sync debug mode takes its own warnings only."""
+    """Sync debug mode catches its own warnings only."""
     module = torch.get_device_module(DEVICE)
     monkeypatch.setattr(module, "get_sync_debug_mode", lambda: 0, raising=False)
     monkeypatch.setattr(module, "set_sync_debug_mode", lambda mode: None, raising=False)

@@ -1,7 +1,7 @@
-"""G2 and G3 with the real allocator and real streams; without its guard, each comes out wrong.
+"""Guarantees G2 and G3 with the real allocator and real streams; each case fails unguarded.
 
-A tensor made on stream "side" is a block of 32 MiB that goes back to that stream when the last
-reference goes, and the next tensor made there gets it, whoever may still be reading it::
+A tensor made on stream "side" is a block of 32 MiB. It returns to that stream when the last
+reference is dropped, and the next tensor there reuses it, even if it is still being read::
 
     side     make i ............. make i + 1, in the same block unless something holds it
     late     ~~~ spinning ~~~~~~~~~~~~~~~ read i
@@ -29,12 +29,12 @@ LATE_MS = 5.0
 
 
 def make(ctx: IterContext) -> None:
-    """A block that tells its iteration."""
+    """Make a block with the iteration's number as its value."""
     ctx.x = filled(ctx.iter_idx + 1)
 
 
 class Reader:
-    """Reads ``ctx.x`` late, and remembers what it saw."""
+    """A task that reads ``ctx.x`` late, and remembers the values."""
 
     def __init__(self) -> None:
         self.seen: dict[int, Tensor] = {}
@@ -45,7 +45,7 @@ class Reader:
 
 
 def event_waits() -> list[int]:
-    """What is made late on one stream is read on another."""
+    """Read on one stream what is made late on another."""
     seen: dict[int, Tensor] = {}
 
     def make_late(ctx: IterContext) -> None:
@@ -67,7 +67,7 @@ def event_waits() -> list[int]:
 
 
 def sink_waits() -> list[int]:
-    """The caller reads what a sink on another stream has yet to make."""
+    """Read in the caller what a sink on another stream makes late."""
     seen: dict[int, Tensor] = {}
 
     def make_late(ctx: IterContext) -> None:
@@ -86,7 +86,7 @@ def sink_waits() -> list[int]:
 
 
 def deleted_attribute() -> list[int]:
-    """A task deletes an attribute that another stream has yet to read."""
+    """Delete an attribute that another stream reads later."""
     read = Reader()
     plan = PipelinePlan(
         {
@@ -101,7 +101,7 @@ def deleted_attribute() -> list[int]:
 
 
 def retired_while_read() -> list[int]:
-    """The caller drops a context that a stream has yet to read."""
+    """Drop a context that a stream reads later."""
     read = Reader()
     plan = PipelinePlan(
         {
@@ -116,7 +116,7 @@ def retired_while_read() -> list[int]:
 
 
 def _with_keep(first: Callable[[IterContext], None], then: Callable[[IterContext], None]) -> None:
-    """A plan that keeps nothing: ``ctx.x`` goes after ``first``, and ``then`` comes later."""
+    """Run a plan without kept attributes: ``ctx.x`` is deleted after ``first``."""
     run(
         PipelinePlan(
             {
@@ -133,14 +133,14 @@ def _with_keep(first: Callable[[IterContext], None], then: Callable[[IterContext
 
 
 def went_while_read() -> list[int]:
-    """Nobody will use an attribute again, and a stream has yet to read it."""
+    """Release an attribute after its last user, while a stream still reads it."""
     read = Reader()
     _with_keep(read, lambda ctx: None)
     return wrong(read.seen)
 
 
 def saved_for_backward() -> list[int]:
-    """Autograd has what went, and reads it late in the backward."""
+    """Release an attribute that autograd saved, and reads late in the backward."""
     seen: dict[int, Tensor] = {}
     weight = filled(1.0).requires_grad_()
 
@@ -174,7 +174,7 @@ def _without_sink_waits(patch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Guard:
-    """One guard: the case that needs it, and how to take it away."""
+    """A guard: the case that needs it, and a function that removes it."""
 
     case: Callable[[], list[int]]
     remove: Callable[[pytest.MonkeyPatch], None]
@@ -194,14 +194,14 @@ GUARDS = (
 def test_every_value_is_right_only_with_the_guard(
     guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No stream reads too soon, and no block is reused early; on this device neither is luck."""
+    """No stream reads too early, and no block is reused early; this device makes both certain."""
     assert guard.case() == []
     guard.remove(monkeypatch)
     assert guard.case() != []
 
 
 def test_the_allocator_gives_a_freed_block_again_at_once() -> None:
-    """What these tests stand on: a stream that frees a block gets it back with its next tensor."""
+    """These tests rely on it: a stream that frees a block gets it back with its next tensor."""
     warm_up()
     first = filled(1.0)
     place = first.data_ptr()

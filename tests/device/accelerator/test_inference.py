@@ -1,4 +1,4 @@
-"""Recording on an accelerator: the CPU's dependences, enough for any streams; state restored."""
+"""Recording on an accelerator: dependences as on the CPU, sufficient for any streams."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from tests.support.plans_for_tests import scattered
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
-    """Ten batches."""
+    """Return ten batches."""
     return batches(10)
 
 
 def recording_on(device: torch.device | str) -> Recording:
-    """Of two iterations."""
+    """Return a recording of two iterations."""
     return record(Training(device).tasks(), data()[0], device=device)
 
 
 @cache
 def serially() -> list[Tensor]:
-    """What the serial run comes to."""
+    """Return the results of the serial run."""
     return trained(None, 0, data())
 
 
 def on_streams(plan: PipelinePlan, seed: int) -> PipelinePlan:
-    """The same dependences; stages, threads and streams at random."""
+    """Return the plan with random stages, threads and streams."""
     rng, plan = random.Random(seed), scattered(plan, seed)
     entries = {
         name: replace(entry, stream=rng.choice((None, "one", "two")))
@@ -47,12 +47,12 @@ def on_streams(plan: PipelinePlan, seed: int) -> PipelinePlan:
 
 @pytest.fixture(scope="module")
 def recording() -> Recording:
-    """Of two iterations on the device."""
+    """A recording of two iterations on the device."""
     return recording_on(DEVICE)
 
 
 def test_the_device_needs_the_orders_that_the_cpu_needs(recording: Recording) -> None:
-    """Parameters, gradients, momentum and counters are found wherever they are."""
+    """Parameters, gradients, momentum and counters are found on the device, too."""
     found = {one[:3] for one in recording.dependences().needed}
     assert found == {one[:3] for one in recording_on("cpu").dependences().needed}
     assert {("forward", "step", 1), ("report", "count", 0), ("count", "report", 1)} <= found
@@ -84,7 +84,7 @@ def test_without_the_inferred_orders_they_are_not(recording: Recording) -> None:
 
 
 def test_recording_leaves_no_trace_on_the_device() -> None:
-    """State and generators are as they were."""
+    """State and generators are as before."""
     training = Training()
     draws = torch.get_device_module(DEVICE.type).get_rng_state
 
@@ -97,7 +97,7 @@ def test_recording_leaves_no_trace_on_the_device() -> None:
 
 
 def is_stopped(plan: PipelinePlan, seed: int) -> bool:
-    """Whether a run that is checked is stopped."""
+    """Return whether the check of effects stops a run."""
     tasks = Training(delays=random.Random(seed)).tasks()
     with SWPipeline(plan, tasks, device=DEVICE, check_effects=True) as pipe:
         try:

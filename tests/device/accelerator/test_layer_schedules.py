@@ -23,7 +23,7 @@ NUMBERS = range(3)
 
 
 def model() -> GPTModel:
-    """Two layers of experts, and one for multi-token prediction."""
+    """Return a model of two layers of experts, and one for multi-token prediction."""
     config = TransformerConfig(
         num_layers=2,
         hidden_size=16,
@@ -41,7 +41,7 @@ def model() -> GPTModel:
 
 
 def microbatch(number: int) -> dict[str, Tensor]:
-    """Two sequences of eight tokens, which the caller's stream has made when it gets there."""
+    """Return two sequences of eight tokens, which the caller's stream makes."""
     drawn = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(number)).to(DEVICE)
     spin(1.0)
     drawn = drawn + 0
@@ -49,7 +49,7 @@ def microbatch(number: int) -> dict[str, Tensor]:
 
 
 def trained_by_pairs(of: GPTModel) -> list[Tensor]:
-    """Outputs, by ``run``, and gradients; on the host."""
+    """Train by ``run``; return outputs and gradients on the host."""
     grad = torch.full((2, 8), 1 / 16, device=DEVICE)
     outputs, before = [], None
     for plan in [*(of.build_schedule_plan(**microbatch(n)) for n in NUMBERS), None]:
@@ -59,7 +59,7 @@ def trained_by_pairs(of: GPTModel) -> list[Tensor]:
 
 
 def trained_by_plan(of: GPTModel, serially: bool = False) -> list[Tensor]:
-    """Losses and gradients of a pipeline; on the host."""
+    """Train by a pipeline; return losses and gradients on the host."""
     with training_pipeline(of) as pipe:
         batches = map(microbatch, NUMBERS)
         if serially:
@@ -70,7 +70,7 @@ def trained_by_plan(of: GPTModel, serially: bool = False) -> list[Tensor]:
 
 
 def trained_by_nodes(of: GPTModel) -> list[Tensor]:
-    """The same by calling each node, which runs on its own stream."""
+    """Train by calling each node, which runs on its own stream."""
     outputs = []
     for number in NUMBERS:
         plan = of.build_schedule_plan(**microbatch(number))
@@ -92,7 +92,7 @@ def trained_by_nodes(of: GPTModel) -> list[Tensor]:
 
 
 def on_host(of: GPTModel, outputs: list[Any]) -> list[Tensor]:
-    """Outputs and gradients."""
+    """Return outputs and gradients on the host."""
     gradients = [p.grad for p in of.parameters() if p.grad is not None]
     assert len(gradients) == len(list(of.parameters()))
     found = [tensor.detach().cpu() for tensor in (*outputs, *gradients)]
@@ -101,17 +101,17 @@ def on_host(of: GPTModel, outputs: list[Any]) -> list[Tensor]:
 
 
 def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Whether all bits are."""
+    """Return whether all bits are equal."""
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def misbehaving() -> AbstractContextManager[object]:
-    """Streams that are late, and freed memory that is overwritten at once, where possible."""
+    """Make streams late, and overwrite freed memory at once, where possible."""
     return backend.misbehaving(late_streams=200.0, poison=True) if SIMULATED else nullcontext()
 
 
 def test_streams_change_nothing(deterministic: None) -> None:
-    """By pairs and node by node on a stream of their own, by the training plan on the caller's."""
+    """Pairs and nodes run on a separate stream; the training plan runs on the caller's."""
     expected = trained_by_plan(model(), serially=True)
     outputs, gradients = expected[: len(NUMBERS)], expected[len(NUMBERS) :]
     set_streams(torch.Stream(device=DEVICE))

@@ -1,4 +1,4 @@
-"""A pipeline's life: failure, the next iterator, memory over thousands of iterations."""
+"""The life of a pipeline: failure, the next iterator, memory over thousands of iterations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEPTH = 4
 
 
 def three_streams(fail_at: int | None = None) -> PipelinePlan:
-    """Copy from a thread, compute on the caller's stream, a sum on a third."""
+    """Return a plan that copies from a thread, computes, and sums, on three streams."""
 
     def copy(ctx: IterContext) -> None:
         ctx.x = ctx.batch.to(DEVICE, non_blocking=True)
@@ -47,25 +47,25 @@ def three_streams(fail_at: int | None = None) -> PipelinePlan:
 
 
 def pinned(elements: int) -> Tensor:
-    """A batch of ones in pinned memory."""
+    """Return a batch of ones in pinned memory."""
     return torch.ones(elements).pin_memory()
 
 
 def resident_mib() -> float:
-    """What the process holds of the host's memory."""
+    """Return the resident memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def held() -> tuple[int, int]:
-    """Bytes that tensors take of the device, and bytes that the allocator has for them."""
+    """Return the bytes that tensors have allocated, and those that the allocator has reserved."""
     torch.accelerator.synchronize()
     gc.collect()
     return torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
 
 
 class Counting(AcceleratorDevice):
-    """Counts the events it makes."""
+    """A device that counts the events it makes."""
 
     made = 0
 
@@ -75,7 +75,7 @@ class Counting(AcceleratorDevice):
 
 
 def test_a_thousand_iterations_leave_memory_flat() -> None:
-    """Device memory, host memory and the number of events stand where they stood after warm-up."""
+    """Device memory, host memory and the number of events are the same as after warm-up."""
     batch = pinned(2**16)
     warm_up()
     device = Counting(DEVICE)
@@ -98,7 +98,7 @@ def test_a_thousand_iterations_leave_memory_flat() -> None:
 
 
 def peak_blocks(iterations: int) -> float:
-    """Blocks alive at once, those included that some stream has yet to be done with; depth 3."""
+    """Return the largest number of blocks in use, including those that a stream still uses."""
     warm_up()
     torch.accelerator.empty_cache()
     block = filled(0.0).nbytes
@@ -121,18 +121,18 @@ def peak_blocks(iterations: int) -> float:
 
 
 def test_memory_is_bounded_by_depth_and_run_ahead() -> None:
-    """However fast the host is, few more than these iterations' blocks are alive."""
+    """Few more blocks than those of these iterations are alive, however fast the host is."""
     assert peak_blocks(60) <= 6.1
 
 
 def test_without_back_pressure_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that runs ahead piles up blocks that the device has yet to be done with."""
+    """A host that runs ahead piles up blocks that the device has not finished with."""
     unguarded.back_pressure(monkeypatch)
     assert peak_blocks(60) > 10
 
 
 def test_a_failed_run_leaves_nothing_and_the_next_is_right() -> None:
-    """The failure comes out as itself; device memory goes back; the pipeline runs again."""
+    """The failure is raised unchanged; device memory is freed; the pipeline runs again."""
     batch = pinned(2**20)
     warm_up()
     before = held()[0]

@@ -1,4 +1,4 @@
-"""The trace's device spans, the profiler's figures and a torch profiler's ranges."""
+"""The spans of devices in traces, the profiler's figures, and ranges of torch's profiler."""
 
 from __future__ import annotations
 
@@ -24,23 +24,21 @@ from tests.device.accelerator.work import (
 
 MS = 1e-3
 CLOCK_NS = 1_000_000
-"""How far the device's times may be off, converted to the host's clock."""
+"""The limit for the error of the device's times, converted to the host's clock."""
 EARLY_NS = 5_000_000_000 if SIMULATED else 200_000
-"""How far a span may begin before its work was submitted, as a thread may be kept waiting."""
+"""The time by which a span may begin before its work was submitted, as a thread may wait."""
 LEAST, MOST = 0.99, float("inf") if SIMULATED else 1.15
-"""Measured over true time: the test backend's work takes longer on a machine that is busy.
-
-``tests/profiler/test_truth.py`` asks for exact figures on a virtual clock.
-"""
+"""Limits for the ratio of measured to true time: the test backend's work takes longer on a busy
+machine. ``tests/profiler/test_truth.py`` compares exact figures on a virtual clock."""
 
 
 def spinning(name: str, ms: float) -> PipelineTask:
-    """A task whose device work takes ``ms``."""
+    """Return a task whose device work takes ``ms``."""
     return PipelineTask(name, lambda ctx: spin(ms))
 
 
 def two_streams() -> PipelinePlan:
-    """6 ms beside 8 ms."""
+    """Return a plan of 6 ms and 8 ms of device work that overlap."""
     return PipelinePlan(
         {
             spinning("ahead", 6.0): TaskSchedule(0, "side"),
@@ -52,7 +50,7 @@ def two_streams() -> PipelinePlan:
 
 
 def device_spans() -> dict[tuple[str, int], Span]:
-    """Task and iteration to the span on a stream, of 20 iterations after 5."""
+    """Return the span of each task and iteration on its stream, in the steady state."""
     warm_up()
     with SWPipeline(two_streams(), device=DEVICE, check_effects=False) as pipe:  # which takes time
         pipe.run(range(5))
@@ -75,7 +73,7 @@ def test_a_trace_has_the_streams_spans() -> None:
 
 @needs_gpu_clock
 def test_streams_overlap_in_a_trace() -> None:
-    """As they do on the device."""
+    """They overlap in the trace as on the device."""
     spans = device_spans()
     ahead = [(s.start_ns, s.end_ns) for (task, _), s in spans.items() if task == "ahead"]
     for i in range(10, 20):
@@ -85,10 +83,10 @@ def test_streams_overlap_in_a_trace() -> None:
 
 @pytest.mark.skipif(not SIMULATED, reason="needs a device that writes a log")
 def test_a_trace_agrees_with_the_devices_own_log() -> None:
-    """Times on both differ by one offset: then every span lies around its work in the log.
+    """Times on both differ by one offset: then every span contains its work in the log.
 
-    A span may be longer than the work, on a machine that is busy: its events are before and after.
-    The log is in the order of the streams.
+    A span may be longer than the work on a busy machine: its events are before and after. The log
+    is in the order of the streams.
     """
     spans = device_spans()
     log = [work for work in backend.log() if work.name == "lag"]
@@ -107,7 +105,7 @@ def test_a_trace_agrees_with_the_devices_own_log() -> None:
 
 
 def test_a_stream_object_has_its_own_row() -> None:
-    """A stream object in a plan is distinct from the caller's stream in the trace too."""
+    """It is distinct from the caller's stream in the trace, too."""
     mine = own_stream()
     warm_up()
     plan = PipelinePlan({spinning("a", 1.0): TaskSchedule(0, mine)})

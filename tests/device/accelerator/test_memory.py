@@ -1,4 +1,4 @@
-"""What plans are predicted to hold, against the peak of the device's allocator."""
+"""The predicted memory of plans, compared with the peak of the device's allocator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ accelerator = torch.accelerator
 
 
 def peaks(seed: int) -> tuple[int, int, int]:
-    """Of a random plan: what is predicted; what was allocated at most, and what was reserved."""
+    """Return the predicted, allocated and reserved peak of a random plan."""
     work = MemoryWork(seed, DEVICE)
     predicted = work.predicted(streams=True).bytes
     gc.collect()
@@ -40,7 +40,7 @@ def peaks(seed: int) -> tuple[int, int, int]:
 
 
 def test_a_plan_with_keep_holds_what_its_order_needs_and_one_batch_more() -> None:
-    """On streams; on one stream not that. A plan that keeps all holds up to its depth."""
+    """This holds on streams, not on one stream. A plan that keeps all holds up to its depth."""
     warm_up()
     work = HeldBatches(DEVICE, 2**16, spin)
     for stages, stream, group in ARRANGEMENTS:
@@ -52,16 +52,16 @@ def test_a_plan_with_keep_holds_what_its_order_needs_and_one_batch_more() -> Non
 
 
 def test_random_plans_allocate_what_is_predicted() -> None:
-    """Within a tenth; what the allocator reserves is more."""
+    """The prediction is within a tenth; what the allocator reserves is more."""
     found = {seed: peaks(seed) for seed in range(8)}
     assert {seed: p for seed, p in found.items() if not 0.9 <= p[0] / p[1] <= 1.1} == {}
     assert all(reserved >= allocated for _, allocated, reserved in found.values())
 
 
 class SlowWork:
-    """A random plan whose device work takes far longer than one thread takes to launch it.
+    """A random plan whose device work takes far longer than its launch by one thread.
 
-    How much is held then depends on how far the host may launch ahead, and on nothing else.
+    Its memory depends only on how far the host may launch ahead.
     """
 
     def __init__(self, seed: int, run_ahead: int) -> None:
@@ -97,7 +97,7 @@ class SlowWork:
         return torch.empty(size, dtype=torch.uint8, device=DEVICE)
 
     def peaks(self) -> tuple[int, int]:
-        """What is predicted; what was alive at most, what streams have yet to do included."""
+        """Return the predicted peak, and that of the blocks in use, pending frees included."""
         found = simulate(self.plan, self.costs, streams=True).memory
         assert found is not None
         gc.collect()
@@ -115,10 +115,10 @@ class SlowWork:
 
 @pytest.mark.parametrize("run_ahead", [0, 3])
 def test_a_device_that_is_behind_holds_no_more_than_is_predicted(run_ahead: int) -> None:
-    """Of several streams, whose memory the allocator gives out again when they are done with it.
+    """The allocator reuses memory of several streams when they have finished with it.
 
-    On an idle machine it holds just that; a host that is kept from launching holds less. Of several
-    threads another one may come first on a busy machine: one run of three is as predicted.
+    On an idle machine it holds exactly that; a host that cannot launch in time holds less. With
+    several threads, another one may come first on a busy machine: one run of three is as predicted.
     """
 
     def is_more(seed: int) -> bool:

@@ -31,7 +31,7 @@ ALL = range(COUNT - 1)
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Memory that was freed is overwritten, where the device can do that."""
+    """Overwrite freed memory, if the device can do that."""
     if not SIMULATED:
         yield
         return
@@ -41,12 +41,12 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture
 def layers() -> Layers:
-    """A stack of layers."""
+    """Return a stack of layers."""
     return Layers(COUNT, DEVICE, lambda ms: spin(ms / 20))
 
 
 def peak_mib(layers: Layers, which: range) -> float:
-    """What a run allocates at most beside the parameters and their gradients."""
+    """Return the peak memory of a run, without parameters and their gradients."""
     with layers.pipeline(which) as pipe:
         pipe.run([layers.batch] * 2)
         gc.collect()
@@ -62,20 +62,20 @@ def peak_mib(layers: Layers, which: range) -> float:
 
 @pytest.mark.usefixtures("poisoned", "deterministic")
 def test_gradients_are_equal_bit_for_bit(layers: Layers) -> None:
-    """Over several iterations, on streams that are late, with freed memory overwritten."""
+    """They are equal over several iterations, with late streams and freed memory overwritten."""
     wanted = layers.gradients([], steps=3)
     for which in (ALL, [0], [0, 3], [2, 5]):
         assert all(map(torch.equal, layers.gradients(which, steps=3), wanted))
 
 
 def test_a_third_of_the_activations_stays_on_the_device(layers: Layers) -> None:
-    """Those of three layers: the one that runs, and two whose copies are under way."""
+    """Three layers have memory there: the one that runs, and two that are being copied."""
     assert kept_bytes(layers, ALL) <= kept_bytes(layers, []) / 3
 
 
 @pytest.mark.skipif(not SIMULATED, reason="blocks of other sizes on other allocators")
 def test_the_peak_is_as_predicted_however_far_the_host_is_ahead(layers: Layers) -> None:
-    """By the allocator: memory goes and comes in the order of one stream."""
+    """The allocator shows it: memory is freed and allocated in the order of one stream."""
     found = {}
     for which in (range(0), ALL):
         tasks, pairs = layers.tasks(), layers.pairs(which)
@@ -92,7 +92,7 @@ def test_the_peak_is_as_predicted_however_far_the_host_is_ahead(layers: Layers) 
 
 
 def test_as_few_pairs_are_taken_as_max_bytes_needs(layers: Layers) -> None:
-    """None where there is room; where there is not enough, the message says what is needed."""
+    """No pair is used if there is room; if there is not enough, the message says what is needed."""
     tasks, pairs = layers.tasks(), layers.pairs(ALL)
 
     def chosen(max_bytes: int) -> Any:
@@ -113,7 +113,7 @@ def test_as_few_pairs_are_taken_as_max_bytes_needs(layers: Layers) -> None:
 
 
 def test_a_tensor_that_is_modified_before_its_copy_is_refused() -> None:
-    """As torch refuses it where it stays on the device."""
+    """Torch refuses it in the same way if it stays on the device."""
 
     def forward(ctx: IterContext) -> None:
         x = torch.rand(2**16, device=DEVICE, requires_grad=True)
@@ -139,7 +139,7 @@ def test_a_tensor_that_is_modified_before_its_copy_is_refused() -> None:
 
 @pytest.mark.usefixtures("poisoned")
 def test_memory_goes_after_its_copy_and_comes_after_earlier_work() -> None:
-    """The streams wait, whatever the plan says: here the host is far ahead of the device."""
+    """The streams wait under any plan: here the host is far ahead of the device."""
     seen: dict[int, Tensor] = {}
     gradients: list[Tensor] = []
 
@@ -173,14 +173,14 @@ def test_memory_goes_after_its_copy_and_comes_after_earlier_work() -> None:
 
 
 class Saved:
-    """A leaf and a loss of it, apart from the context."""
+    """A leaf and a loss computed from it, outside the context."""
 
     def __init__(self, source: Tensor, loss: Tensor) -> None:
         self.source, self.loss = source, loss
 
 
 class Moments:
-    """A step whose state outlives iterations, and work in between that could use its memory."""
+    """A step whose state outlives iterations, with work that could reuse its memory."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.weight = torch.ones(2**18, device=DEVICE)
@@ -224,7 +224,7 @@ class Moments:
 
 @pytest.mark.usefixtures("poisoned")
 def test_state_that_outlives_iterations_is_away_in_between_and_there_at_their_end() -> None:
-    """Its memory is empty during the work; the loop's body finds it whole."""
+    """Its memory is empty during the work; the loop's body finds it complete."""
     found = []
     for offload in (False, True):
         moments = Moments()
@@ -237,7 +237,7 @@ def test_state_that_outlives_iterations_is_away_in_between_and_there_at_their_en
 
 
 def test_a_failure_brings_state_back() -> None:
-    """Else a checkpoint after it would read memory that is not there."""
+    """A later checkpoint would otherwise read memory that does not exist."""
     moments = Moments()
     with moments.pipeline() as pipe:
         pipe.run(range(2))
@@ -250,7 +250,7 @@ def test_a_failure_brings_state_back() -> None:
 
 
 def test_a_plan_that_lets_the_user_run_before_the_restore_is_refused() -> None:
-    """Both name the state; so is a pair between whose tasks nothing runs."""
+    """Both errors name the state; a pair between whose tasks nothing runs is refused, too."""
     moments = Moments()
     tasks = offloaded(moments.tasks, [moments.pair])
     plan = with_offload(PipelinePlan.serial(moments.tasks), [moments.pair])

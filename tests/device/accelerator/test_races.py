@@ -1,4 +1,4 @@
-"""Races are found in prefetchers of other libraries' idioms, and in no right one."""
+"""Races are found in prefetchers in the style of other libraries, and in no correct one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_right_prefetcher_has_no_race(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "fault"), PLANTED)
 def test_each_planted_race_is_found(name: str, fault: str) -> None:
-    """Both places are lines of the prefetcher, on two streams, or on one and the host."""
+    """Both places are lines of the prefetcher, on two streams, or one is on the host."""
     found = races(name, fault)
     assert found
     for race in found:

@@ -1,4 +1,4 @@
-"""Schedules on streams that are asynchronous for real: work waits for work, whoever submits it."""
+"""Schedules on asynchronous streams: work waits for work, whichever thread submits it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EXECUTORS: dict[str, Any] = {
 def test_what_a_task_reads_on_another_stream_is_there(
     executor: str, given: bool, ahead: int
 ) -> None:
-    """Streams of the pool, and those that swpipe makes; the caller may read the result at once."""
+    """The streams are the pool's, or swpipe's; the caller may read the result at once."""
     seen: dict[int, Tensor] = {}
     streams = {name: own_stream() if given else None for name in ("memcpy", "side")}
     current: set[torch.Stream] = set()

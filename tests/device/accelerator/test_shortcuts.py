@@ -1,4 +1,4 @@
-"""A shortcut replays its task's outputs on whichever stream the task is now."""
+"""A shortcut replays its task's outputs on the stream that the task is on now."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUMBERS = count()
 
 
 def replayed_elsewhere() -> list[int]:
-    """What is cached late on stream "side", and replayed at once on the caller's."""
+    """Replay on the caller's stream what was cached late on stream "side"."""
     seen: dict[int, Tensor] = {}
     number = next(NUMBERS)
 
@@ -47,12 +47,12 @@ def replayed_elsewhere() -> list[int]:
 
 
 def test_a_replay_waits_for_the_cache() -> None:
-    """The cache may have been made on another stream, which is still at it."""
+    """The cache may have been made on another stream, which has not finished it."""
     assert replayed_elsewhere() == []
 
 
 def test_without_the_wait_it_would_be_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replaying stream reads memory that has yet to be written."""
+    """The replaying stream reads memory that is not written yet."""
     begin = Cache.__init__
 
     def careless(cache: Any, *args: Any) -> None:
@@ -64,7 +64,7 @@ def test_without_the_wait_it_would_be_too_soon(monkeypatch: pytest.MonkeyPatch) 
 
 
 def trained_with(plan: PipelinePlan | None, seed: int, *names: str) -> list[Tensor]:
-    """What training on one batch comes to, with shortcuts from the third iteration on."""
+    """Train on one batch, with shortcuts from the third iteration on."""
     (batch,) = batches(1)
     return trained(plan, seed, [batch] * 2, [batch] * 8, [batch] * 2, shortcuts=names)
 
@@ -81,7 +81,7 @@ def trained_with(plan: PipelinePlan | None, seed: int, *names: str) -> list[Tens
 def test_training_with_shortcuts_has_the_serial_runs_bits(
     name: str, names: tuple[str, ...]
 ) -> None:
-    """The shortcuts' own: of inputs, and of a loss with its graph; on late streams, poisoned."""
+    """Inputs, and a loss with its graph, are replayed on late streams with poisoned memory."""
     serial = trained_with(None, 1, *names)
     with badly():
         assert same(serial, trained_with(PLANS[name], 2, *names))

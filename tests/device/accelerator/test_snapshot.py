@@ -1,4 +1,4 @@
-"""State on an accelerator is saved after, and restored before, the work that changes it."""
+"""State on an accelerator is saved after the work that changes it, and restored before it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ LATE_MS = 20.0
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    """Each device in turn; the caller's current device is the first one."""
+    """Each device, with device 0 as the caller's current device."""
     warm_up()
     return str(request.param)
 
 
 def later(device: str, change: Callable[[], Any]) -> None:
-    """Submit ``change`` to a stream of its own, which is busy at first."""
+    """Submit ``change`` to a separate stream that is busy at first."""
     with torch.accelerator.device_index(torch.device(device).index or 0):
         stream = torch.Stream(device=device)
         before = torch.accelerator.current_stream(stream.device)
@@ -41,7 +41,7 @@ def later(device: str, change: Callable[[], Any]) -> None:
 
 
 def saved_and_restored(device: str) -> tuple[float, float]:
-    """A tensor is changed late, saved, changed late again, restored: what it is, then and now."""
+    """Save and restore a tensor around late changes; return it at once, and after a synchronize."""
     tensor = torch.zeros(64, device=device)
     torch.accelerator.synchronize(device)
     later(device, lambda: tensor.add_(1.0))
@@ -55,18 +55,18 @@ def saved_and_restored(device: str) -> tuple[float, float]:
 
 
 def test_a_snapshot_waits_for_every_stream(device: str) -> None:
-    """What was submitted before is in the copy; what was submitted later does not come after it."""
+    """Work that was submitted before is in the copy; later work is not."""
     assert saved_and_restored(device) == (1.0, 1.0)
 
 
 def test_without_waiting_state_would_be_torn(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy is made too soon, and the change after the snapshot outlives it."""
+    """The copy is made too early, and the change after the snapshot survives it."""
     monkeypatch.setattr(AcceleratorDevice, "synchronize", lambda device: None)
     assert saved_and_restored(device) != (1.0, 1.0)
 
 
 def generators() -> list[Tensor]:
-    """The states of the default generators of the host and of all devices."""
+    """Return the states of the default generators of the host and of all devices."""
     module = torch.get_device_module(DEVICE.type)
     return [torch.get_rng_state(), *(module.get_rng_state(torch.device(d)) for d in DEVICES)]
 
@@ -76,7 +76,7 @@ PLAN = PLANS["three threads, three streams"]
 
 @contextmanager
 def training(device: str) -> Any:
-    """A model and its pipeline."""
+    """Yield a training and its pipeline."""
     made = Training(device, random.Random(1))
     with SWPipeline(PLAN, made.tasks(), device=device, seed=3) as pipe:
         yield made, pipe
@@ -95,7 +95,7 @@ def test_a_profile_leaves_the_training_as_it_was() -> None:
 
 
 def test_training_repeats_from_a_snapshot(device: str) -> None:
-    """What is restored trains on to the same bits."""
+    """Training from the restored state gives the same bits."""
     with training(device) as (made, pipe):
         means(pipe, batches(1) * 5)
         snapshot = Snapshot([Owner(*one) for one in made.owners().items()], resolve(device))

@@ -1,4 +1,4 @@
-"""Streams really overlap; threads stand on the device, with the caller's modes."""
+"""Streams overlap; threads use the right device, with the caller's modes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COPIED = 2**20 if SIMULATED else 64 * 2**20
 
 
 def spinning(marks: dict[str, dict[int, Mark]], name: str, ms: float = MS) -> PipelineTask:
-    """A task whose device work takes ``ms``, and is marked."""
+    """Return a task whose device work takes ``ms`` and is recorded in ``marks``."""
 
     def fn(ctx: IterContext) -> None:
         marks[name][ctx.iter_idx] = Mark()
@@ -43,12 +43,12 @@ def spinning(marks: dict[str, dict[int, Mark]], name: str, ms: float = MS) -> Pi
 
 
 def times(marks: dict[int, Mark], start: torch.Event) -> dict[int, Time]:
-    """When each iteration's work was done, in ms after ``start``."""
+    """Return the span of each iteration's work, in ms after ``start``."""
     return {i: mark.span_ms(start) for i, mark in marks.items()}
 
 
 def origin() -> torch.Event:
-    """A moment that spans are counted from."""
+    """Return an event from which spans are measured."""
     event = torch.Event(device=DEVICE, enable_timing=True)
     event.record()
     return event
@@ -56,7 +56,7 @@ def origin() -> torch.Event:
 
 @pytest.mark.parametrize("group", ["default", "io"])
 def test_kernels_on_two_streams_overlap(group: str) -> None:
-    """One iteration's work on one stream runs beside another's, from one thread or from two."""
+    """One iteration's work on one stream overlaps another's, from one thread or from two."""
     marks: dict[str, dict[int, Mark]] = defaultdict(dict)
     plan = PipelinePlan(
         {
@@ -75,7 +75,7 @@ def test_kernels_on_two_streams_overlap(group: str) -> None:
 
 
 def test_a_copy_overlaps_with_a_kernel() -> None:
-    """A copy from pinned memory runs beside the iteration before it."""
+    """A copy from pinned memory overlaps the previous iteration."""
     marks: dict[str, dict[int, Mark]] = defaultdict(dict)
     batch = torch.arange(COPIED, dtype=torch.int32).pin_memory()
 

@@ -1,4 +1,4 @@
-"""``through`` on a device: what is behind the caller's thread finds complete values."""
+"""``through`` on a device: functions after the caller's thread find complete values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCHES = 24
 
 @pytest.fixture(autouse=True)
 def late() -> Iterator[None]:
-    """Late streams, and memory that is poisoned when it is freed."""
+    """Use late streams, and poison freed memory."""
     with backend.misbehaving(late_streams=200.0, poison=True, link_us_per_mib=4e5):
         yield
 
@@ -36,7 +36,7 @@ def sums(values: Tensor) -> float:
 
 
 def test_results_on_the_device_are_complete_behind_it() -> None:
-    """The stream of a function behind waits for the model, and memory is held for it."""
+    """The stream of a later function waits for the model, and memory is held for it."""
     loop = swpipe.through(
         range(BATCHES), filled, on_caller(lambda x: x * 2 + 1), torch.neg, sums, device=DEVICE
     )
@@ -44,7 +44,7 @@ def test_results_on_the_device_are_complete_behind_it() -> None:
 
 
 def test_what_goes_to_the_host_is_copied_before_the_next_step_changes_it() -> None:
-    """And no function behind sees it before the copy is complete."""
+    """No later function sees it before the copy is complete."""
     weights = torch.zeros(256, device=DEVICE)
 
     def step(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The click model and HSTU on an accelerator: the same bits under every plan, and after stops."""
+"""The click model and HSTU on an accelerator: the same bits under every plan and after a stop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEVICES = [f"{DEVICE.type}:{index}" for index in range(torch.accelerator.device_
 
 @dataclass
 class Workload:
-    """Tasks, batches for them, a plan by its name (None: serial), and what they train."""
+    """Tasks, batches, plans by name (None: serial), and the trained state."""
 
     tasks: list[PipelineTask]
     batches: list[Any]
@@ -60,7 +60,7 @@ def clicks(device: str, folder: Path) -> Workload:
 
 
 def hstu(device: str, folder: Path) -> Workload:
-    """Under presets of threads."""
+    """Return an HSTU model whose plans are presets of threads."""
     model = hstu_model.HSTURanking(SMALL).to(device)
     step = TrainStep([torch.optim.Adagrad(model.parameters(), lr=0.05)], per_token=PerToken())
     options = TaskOptions(forward="own", grouped=hstu_groups(True, split=False))
@@ -77,7 +77,7 @@ def hstu(device: str, folder: Path) -> Workload:
 
 
 def lagging(task: PipelineTask) -> PipelineTask:
-    """The task, with some device work before and after."""
+    """Return the task with some device work before and after it."""
 
     def fn(ctx: object) -> None:
         spin(0.3)
@@ -90,7 +90,7 @@ def lagging(task: PipelineTask) -> PipelineTask:
 def trained(
     make: Callable[[str, Path], Workload], name: str | None, device: str, folder: Path
 ) -> list[Tensor]:
-    """Losses, and the state after them, on the host."""
+    """Train; return the losses and the final state, on the host."""
     work = make(device, folder)
     with SWPipeline(work.plan(name), [*map(lagging, work.tasks)], device=device) as pipe:
         losses = [ctx.loss.detach() for ctx in pipe.iterate(work.batches)]
@@ -112,7 +112,7 @@ def trained(
 def test_a_plan_trains_to_the_serial_plans_bits(
     make: Any, name: str, streams: int, tmp_path: Path
 ) -> None:
-    """However late and few the streams are; the caller's device is the first one throughout."""
+    """This holds for late and for few streams; the caller's device is always the first one."""
     if make is clicks and not HAS_POLARS:
         pytest.skip("needs polars")
     serial = trained(make, None, DEVICES[-1], tmp_path)

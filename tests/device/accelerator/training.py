@@ -1,4 +1,4 @@
-"""A small model in training on a device, and plans for it: what must come to the same bits."""
+"""A small training on a device, and plans for it that must give the same bits."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ CROSS = [("forward", "step"), ("count", "report"), ("report", "report")]
 
 
 class Training:
-    """With noise, dropout, Adam, and a mean of all losses so far.
+    """A training with noise, dropout, Adam, and the mean of all losses so far.
 
     Args:
-        device: Of the model.
+        device: The device of the model.
         delays: Draws delays of the device that are strewn between its kernels; with another seed
             the same work has another timing.
     """
@@ -54,7 +54,7 @@ class Training:
         self.total = torch.zeros((), device=self.device)
 
     def tasks(self) -> list[PipelineTask]:
-        """The training step, as tasks."""
+        """Return the tasks of a training step."""
         return [self._task(getattr(self, name)) for name in NAMES]
 
     def _task(self, fn: Callable[[IterContext], None]) -> PipelineTask:
@@ -94,18 +94,18 @@ class Training:
         ctx.mean = self.total / self.steps
 
     def owners(self) -> dict[str, Any]:
-        """All that training changes."""
+        """Return all objects that training changes."""
         names = ("model", "optimizer", "steps", "total")
         return {name: getattr(self, name) for name in names}
 
     def tensors(self) -> list[Tensor]:
-        """The same, as tensors."""
+        """Return all tensors that training changes."""
         moments = [v for s in self.optimizer.state.values() for v in s.values()]
         return [*self.model.parameters(), *moments, self.steps, self.total]
 
 
 def schedule(**changes: TaskSchedule) -> dict[str, TaskSchedule]:
-    """All tasks in stage 2 on the caller's stream and thread, but for the changes."""
+    """Return a schedule in stage 2 on the caller's stream and thread, with some changes."""
     return {name: changes.get(name, TaskSchedule(2)) for name in NAMES}
 
 
@@ -154,7 +154,7 @@ PLANS = {
 
 @cache
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
-    """The same pinned batches every time."""
+    """Return the same pinned batches each time."""
     draw = torch.Generator().manual_seed(3)
     return [
         (
@@ -166,7 +166,7 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def means(pipe: SWPipeline, data: list[Any]) -> list[Tensor]:
-    """Of some iterations."""
+    """Return the means of some iterations."""
     found = []
     for ctx in pipe.iterate(data):
         found.append(ctx.mean)
@@ -175,7 +175,7 @@ def means(pipe: SWPipeline, data: list[Any]) -> list[Tensor]:
 
 
 def on_host(tensors: list[Tensor]) -> list[Tensor]:
-    """Once the device is done."""
+    """Return the tensors on the host, after a synchronize."""
     torch.accelerator.synchronize()
     return [tensor.detach().cpu() for tensor in tensors]
 
@@ -187,9 +187,9 @@ def trained(
     shortcuts: tuple[str, ...] = (),
     check_effects: bool | None = None,
 ) -> list[Tensor]:
-    """What training comes to under a plan, or serially (None), with the delays of a seed.
+    """Train under a plan, or serially if it is None, with the delays of a seed.
 
-    Each of ``data`` is a pass over batches; every other one has the shortcuts.
+    Each of ``data`` is a pass over batches; every second pass has the shortcuts.
     """
     training = Training(delays=random.Random(seed))
     tasks = training.tasks()
@@ -205,7 +205,7 @@ def trained(
 
 @contextmanager
 def badly() -> Iterator[None]:
-    """The test backend with late streams, and with memory poisoned."""
+    """Use late streams and poisoned memory on the test backend."""
     if not SIMULATED:
         yield
         return
@@ -214,5 +214,5 @@ def badly() -> Iterator[None]:
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Whether all bits are."""
+    """Return whether all bits are equal."""
     return len(one) == len(other) and all(map(torch.equal, one, other))

@@ -1,4 +1,4 @@
-"""What happens before what: vector clocks of host threads, passed on by counters.
+"""Happens-before on the host: vector clocks of threads, passed on by counters.
 
     thread A   1 . 2 . advance(1) ............ A knows {A: 2}
                           |
@@ -6,7 +6,7 @@
     thread C   1 . 2 . 3 ...................... C knows {C: 3}: nothing of A, however late it runs
 
 An *actor* takes steps, one after another. A *clock* says how many steps of each actor happen before
-a moment. A step that only ran earlier, by chance, is not in it.
+a moment. It does not contain a step that only ran earlier by chance.
 
 Guarantees
     - After a wait for a count, a thread knows what the writer knew when it first reached that
@@ -30,29 +30,29 @@ from typing import NamedTuple, TypeAlias
 from swpipe._engine.waiting import Host, HostThread, ProgressCounter
 
 Clock: TypeAlias = dict[Hashable, int]
-"""Actor to how many of its steps are known."""
+"""The number of known steps, by actor."""
 
 
 class Stamp(NamedTuple):
-    """One step of an actor; steps count from 1."""
+    """A step of an actor; steps are numbered from 1."""
 
     actor: Hashable
     step: int
 
     def before(self, clock: Clock) -> bool:
-        """Whether ``clock`` has this step."""
+        """Return whether ``clock`` contains this step."""
         return clock.get(self.actor, 0) >= self.step
 
 
 def merge(into: Clock, other: Clock) -> None:
-    """Add to ``into`` what ``other`` knows."""
+    """Add the contents of ``other`` to ``into``."""
     for actor, step in other.items():
         if into.get(actor, 0) < step:
             into[actor] = step
 
 
 class HostClocks:
-    """One clock per thread; each thread is an actor."""
+    """The clocks of all threads; each thread is an actor."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -66,26 +66,26 @@ class HostClocks:
         return local.actor, local.clock
 
     def step(self) -> Stamp:
-        """Take a step of the calling thread."""
+        """Add a step of the calling thread, and return it."""
         actor, clock = self._mine()
         clock[actor] = clock.get(actor, 0) + 1
         return Stamp(actor, clock[actor])
 
     def now(self) -> Clock:
-        """A copy of the calling thread's clock, its own steps included."""
+        """Return a copy of the calling thread's clock, including its own steps."""
         return dict(self._mine()[1])
 
     def knows(self, stamp: Stamp) -> bool:
-        """Whether a step happens before this call."""
+        """Return whether a step happens before this call."""
         return stamp.before(self._mine()[1])
 
     def learn(self, clock: Clock) -> None:
-        """Add to the calling thread's clock what ``clock`` knows."""
+        """Add the contents of ``clock`` to the calling thread's clock."""
         merge(self._mine()[1], clock)
 
 
 class ClockedCounter(ProgressCounter):
-    """A counter that passes its writer's clock to those who waited."""
+    """A counter that passes its writer's clock to those who wait for it."""
 
     __slots__ = ("_base", "_clocks", "_known", "_lock")
 
@@ -115,7 +115,7 @@ class ClockedCounter(ProgressCounter):
 
 
 class ClockedThread:
-    """A thread that takes over its starter's clock, and passes its own to whoever joins it."""
+    """A thread that inherits its starter's clock, and passes its own to those who join it."""
 
     def __init__(
         self, base: Host, clocks: HostClocks, name: str, target: Callable[[], None]
@@ -148,7 +148,7 @@ class ClockedThread:
 
 
 class ClockedHost(Host):
-    """Another host's threads and counters, with clocks."""
+    """A host that adds clocks to another host's threads and counters."""
 
     def __init__(self, clocks: HostClocks, base: Host | None = None) -> None:
         self._clocks = clocks

@@ -1,7 +1,7 @@
-"""The engine's guards, and how to take each of them away.
+"""The engine's guards, and functions that remove each of them.
 
-``GUARDS``, at the end, is the list: what stands in the engine, how to remove it for the length of a
-test, and what is found then.
+``GUARDS``, at the end, is the list: the guard in the engine, the function that removes it during a
+test, and the violation that is found then.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from tests.support.strategies import (
 
 
 def early_end(seed: int) -> Case:
-    """A case in which a lane that has done all its tasks is still waited for.
+    """Return a case in which another lane waits for a lane that has done all its tasks.
 
-    The forward pass waits for the third lane's turn only, which comes after its own producer's.
-    Left to themselves, threads are nearly always in time: an exploring host interleaves them.
+    The forward pass waits only for the third lane's turn, which comes after the producer's turn.
+    Real threads are nearly always in time, so an exploring host interleaves them.
     """
     tasks = (
         TaskSpec("decode", reads=("batch",), sets=("x",)),
@@ -70,7 +70,7 @@ def early_end(seed: int) -> Case:
 
 
 def two_readers(seed: int) -> Case:
-    """A case in which two streams read at the same time what goes then, and is made anew."""
+    """Return a case in which two streams read a value that is then released and made again."""
     tasks = (
         TaskSpec("make", reads=("batch",), sets=("x",), known=True),
         TaskSpec("one", reads=("x",), sets=("y",), known=True),
@@ -91,7 +91,7 @@ def two_readers(seed: int) -> Case:
 
 
 def on_one_stream(seed: int) -> Case:
-    """A case in which the caller's stream reads what goes at once and is made by another one."""
+    """Return a case in which the caller's stream reads a value that another stream has made."""
     task = TaskSpec("read", reads=("batch",), sets=("y",), known=True)
     then = TaskSpec("then", reads=("y",), known=True)
     plan = PipelinePlan({"read": TaskSchedule(0), "then": TaskSchedule(1)}, keep=["y"])
@@ -99,7 +99,7 @@ def on_one_stream(seed: int) -> Case:
 
 
 def far_ahead(seed: int) -> Case:
-    """A case in which readers are called a whole depth ahead of the place where the batch goes."""
+    """Return a case with readers a whole depth ahead of the place where the batch is released."""
     tasks = (
         TaskSpec("one", reads=("batch",), sets=("y",), known=True),
         TaskSpec("other", reads=("batch",), sets=("z",), known=True),
@@ -118,7 +118,7 @@ def far_ahead(seed: int) -> Case:
 
 
 def drained(seed: int) -> Case:
-    """A case of many runs, each of which ends while a stream still reads what went."""
+    """Return a case of many runs that end while a stream still reads released values."""
     plan = PipelinePlan({"read": TaskSchedule(0, "late")}, pipeline_depth=3, keep=["y"])
     task = TaskSpec("read", reads=("batch",), sets=("y",), known=True)
     drains = frozenset(range(1, 12, 2))
@@ -126,7 +126,7 @@ def drained(seed: int) -> Case:
 
 
 def saved(seed: int) -> Case:
-    """A case in which a value that goes is kept outside of the context, and read late."""
+    """Return a case in which a released value is also kept outside the context, and read late."""
     tasks = (
         TaskSpec("make", reads=("batch",), sets=("x",), known=True),
         TaskSpec("save", reads=("x",), sets=("y",), saves="x", known=True),
@@ -145,7 +145,7 @@ def saved(seed: int) -> Case:
 
 
 def by_workers(seed: int) -> Case:
-    """A case in which three workers change a state in turn."""
+    """Return a case in which three workers change a state alternately."""
     tasks = (
         TaskSpec("make", reads=("batch",), sets=("x",), known=True),
         TaskSpec("use", ("x",), ("y",), states=(StateUse("s", True),), known=True),
@@ -164,15 +164,15 @@ def by_workers(seed: int) -> Case:
 
 @dataclass(frozen=True)
 class Guard:
-    """One guard.
+    """A guard of the engine.
 
     Attributes:
-        name: What it is.
+        name: The name of the guard.
         remove: Takes it away.
-        found: What kinds of violation, or of errors, show that it is gone.
+        found: The kinds of violations, or of errors, that show its absence.
         cases: Makes the case of a seed.
         breaks: Cases are broken off, and do not run to their end.
-        shows_on: On which kinds of device something goes wrong then.
+        shows_on: The kinds of devices on which results are wrong without it.
     """
 
     name: str
@@ -187,7 +187,7 @@ class Guard:
         return (break_any if self.breaks else run_any)(self.cases(seed))
 
     def shows(self, seed: int) -> bool:
-        """Return whether it finds what the guard prevents."""
+        """Return whether the virtual device finds the violation that the guard prevents."""
         return self.run(seed).shows(self.found)
 
 
@@ -197,7 +197,7 @@ class Guard:
 def _instructions(
     change: Callable[[Instruction], Instruction],
 ) -> Callable[[pytest.MonkeyPatch], None]:
-    """Change every instruction of every program."""
+    """Return a function that changes every instruction of every program."""
 
     def changed(compiled: Program) -> Program:
         lanes = [
@@ -224,7 +224,7 @@ def _run_instead(program_of: Callable[[VerifiedPlan], Program], patch: pytest.Mo
 
 
 def _host_waits(ins: Instruction) -> Instruction:
-    """Only the waits for admission stay: without a context nothing runs at all."""
+    """Remove all host waits except those for admission, without which no context exists."""
     kept = () if ins.task in (ADMIT, RETIRE) else [w for w in ins.host_waits if w.producer == ADMIT]
     return replace(ins, host_waits=tuple(kept))
 
@@ -298,7 +298,7 @@ def _begin_event(patch: pytest.MonkeyPatch) -> None:
 
 
 def _record_before_publish(patch: pytest.MonkeyPatch) -> None:
-    """A thread's records wait until it has published that it recorded."""
+    """Let each thread record events only after it has published its progress."""
     late = threading.local()
     record, advance = virtual.VirtualEvent.record, clocks.ClockedCounter.advance
 
@@ -316,7 +316,7 @@ def _record_before_publish(patch: pytest.MonkeyPatch) -> None:
 
 
 def _lanes_to_the_end(patch: pytest.MonkeyPatch) -> None:
-    """A lane ends with its own last task, as if nobody could wait for it after that."""
+    """End a lane after its own last task, although other lanes may still wait for it."""
     turn = Run._run_period
 
     def hasty(run: Run, lane: LaneRunner, period: int) -> None:
@@ -336,7 +336,7 @@ def _joined_streams(patch: pytest.MonkeyPatch) -> None:
 
 
 def _after_the_last_user(patch: pytest.MonkeyPatch) -> None:
-    """A value goes after the last task of the period that uses it, whatever runs at that time."""
+    """Release a value after the last task of the period that uses it, ignoring concurrent tasks."""
 
     def last(places: Any, users: tuple[str, ...]) -> Any:
         ordered = [task for task in places._by_turn if task in users]
@@ -347,7 +347,7 @@ def _after_the_last_user(patch: pytest.MonkeyPatch) -> None:
 
 
 def _behind_one_task(patch: pytest.MonkeyPatch) -> None:
-    """It waits for one of the tasks only, the one that is called last."""
+    """Let a release wait for the last one of the tasks only."""
     behind = last_readers.ReleasePlaces.behind
     patch.setattr(last_readers.ReleasePlaces, "behind", lambda own, place: behind(own, place)[-1:])
 
@@ -378,7 +378,7 @@ def _no_more_events(patch: pytest.MonkeyPatch) -> None:
 
 
 def _between_workers(compiled: Program) -> Program:
-    """Workers of one group take no turns."""
+    """Remove the waits between workers of a group."""
     lanes = [
         replace(
             lane,
@@ -393,7 +393,7 @@ def _between_workers(compiled: Program) -> Program:
 
 
 def _any_worker(patch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for a group waits for the worker before the one whose turn it is."""
+    """Let those who wait for a group wait for the worker before the right one."""
     wait = Run._wait_for_turn
     patch.setattr(
         Run,

@@ -1,4 +1,4 @@
-"""Run a random case on the virtual device, and say everything that went wrong.
+"""Runs of a random case on the virtual device, with a report of everything that went wrong.
 
 iterator ── batch, on the device or not ──> pipeline ── context ──> copied out, kept, dropped
    │
@@ -26,16 +26,16 @@ from tests.support.machines import PlainMachine, outputs, serial_outputs
 from tests.support.strategies import Case, with_run_ahead
 
 UNSEEN: dict[str, Any] = {}
-"""Stands for the outputs of an iteration that nobody looked at."""
+"""Stands for the outputs of an iteration that the test did not read."""
 
 
 class WrongNumber(Violation):
-    """A value is not what the serial run computes."""
+    """A value differs from that of the serial run."""
 
 
 @dataclass
 class Finding:
-    """What was wrong with one run: broken rules, and what it raised, if anything."""
+    """The faults of one run: violations, and the error that it raised, if any."""
 
     violations: list[Violation] = field(default_factory=list)
     error: BaseException | None = None
@@ -44,12 +44,12 @@ class Finding:
         return bool(self.violations) or self.error is not None
 
     def shows(self, kinds: tuple[type[Exception], ...]) -> bool:
-        """Whether a violation of one of ``kinds`` is among it, or such an error."""
+        """Return whether a violation or the error is of one of ``kinds``."""
         return any(isinstance(one, kinds) for one in (*self.violations, self.error))
 
 
 class Bench:
-    """A case set up: device, states, tasks, pipeline, and the caller with its stream."""
+    """A case with its device, states, tasks, pipeline, and the caller with a stream."""
 
     def __init__(self, case: Case, host: Host | None, *, observed: bool) -> None:
         self.case = case
@@ -77,7 +77,7 @@ class Bench:
             self._observing.__enter__()
 
     def batches(self) -> Iterator[Any]:
-        """The batches: on the host, or made on the caller's stream, bare or in a container."""
+        """Yield batches: on the host, or made on the caller's stream, bare or in a container."""
         device = self.device
         for i, batch in enumerate(self.case.batches):
             self._ask_for_room(i)
@@ -93,7 +93,7 @@ class Bench:
         self._ask_for_room(len(self.case.batches))
 
     def _made_elsewhere(self, batch: Any, i: int) -> Buffer:
-        """A batch that a loader makes on a stream of its own."""
+        """Return a batch that the loader makes on a stream of its own."""
         made_by = self.device.new_event()
         with self.device.on(self.loaders_stream):
             made = self.device.launch(lambda: batch, work=Work("<admit>", i))
@@ -107,21 +107,21 @@ class Bench:
             self.device.expect_done(i - self.case.plan.depth - limit)
 
     def progress(self, iterator: Iterator[Any]) -> None:
-        """One call, and a look at what it hands out."""
+        """Call ``progress`` once, and take its context."""
         self.device.leave()  # what is recorded before the first task has no meaning
         ctx = self.pipe.progress(iterator)
         self.device.leave()
         self.keeper.take(ctx)
 
     def run_one_serially(self, batches: Iterator[Any]) -> None:
-        """One iteration between two runs; it is not admitted, and need not wait for any other."""
+        """Run one iteration between two runs; it is not admitted, and waits for no other."""
         self._admitting = False
         report = self.pipe.run_serial(islice(batches, 1))
         self._admitting = True
         self.keeper.found += [UNSEEN] * report.iterations
 
     def find(self, run: Callable[[], object]) -> Finding:
-        """Run on the caller's stream; gives all that went wrong."""
+        """Run on the caller's stream, and return everything that went wrong."""
         try:
             with self.device.on(self.stream):
                 run()
@@ -131,7 +131,7 @@ class Bench:
 
 
 class Keeper:
-    """Copies outputs on the caller's stream, and keeps contexts a while before it drops them.
+    """A user who copies outputs on the caller's stream, and keeps contexts for a while.
 
     Attributes:
         found: The outputs, by iteration.
@@ -143,7 +143,7 @@ class Keeper:
         self._kept: deque[IterContext] = deque(maxlen=kept)
 
     def take(self, ctx: IterContext) -> None:
-        """Look at a context that was handed out."""
+        """Copy the outputs of a context, and keep the context."""
         self.found.append({name: self._copy(value) for name, value in outputs(ctx).items()})
         self._kept.append(ctx)
 
@@ -155,13 +155,13 @@ class Keeper:
 
 
 def run_any(case: Case) -> Finding:
-    """Run a case to its end; how threads interleave, and whether somebody observes, is drawn."""
+    """Run a case to its end, with random interleaving and, at random, an observer."""
     host = None if case.seed % 3 else ExploringHost(case.seed)
     return run_case(with_run_ahead(case), host=host, observed=bool(case.seed % 2))
 
 
 def run_case(case: Case, *, host: Host | None = None, observed: bool = True) -> Finding:
-    """Run a case to its end, drained where it says so, and compare all numbers."""
+    """Run a case to its end, with its drains, and compare all numbers."""
     bench = Bench(case, host, observed=observed)
     return bench.find(lambda: (_run_to_the_end(bench), _compare(bench)))
 
@@ -182,7 +182,7 @@ def _run_to_the_end(bench: Bench) -> None:
 
 
 def _another(batches: Iterator[Any]) -> Iterator[Any]:
-    """A new iterator over the same batches."""
+    """Return a new iterator over the same batches."""
     return iter(lambda: next(batches), object())
 
 
@@ -213,7 +213,7 @@ def _look(device: VirtualDevice, value: Any) -> Any:
 
 
 def break_any(case: Case) -> Finding:
-    """Let a case fail on the way, or every other time close it."""
+    """Run a case that fails on the way or, in half of the cases, is closed."""
     host = ExploringHost(case.seed) if case.seed // 2 % 2 else None
     return break_case(with_run_ahead(case), host=host, close=bool(case.seed % 2))
 
@@ -221,8 +221,8 @@ def break_any(case: Case) -> Finding:
 def break_case(case: Case, *, host: Host | None = None, close: bool = False) -> Finding:
     """Let a random task or the iterator fail, or close the pipeline on the way.
 
-    After that the caller uses the states, and a pipeline that failed runs again. Only the device's
-    rules are looked at.
+    Afterwards the caller uses the states, and a pipeline that failed runs again. Only the device's
+    rules are checked.
     """
     bench = Bench(case, host, observed=True)
     return bench.find(lambda: _close_early(bench) if close else _fail(bench))
@@ -256,7 +256,7 @@ def _fail(bench: Bench) -> None:
 
 
 def _failing(batches: Iterator[Any], at: int) -> Iterator[Any]:
-    """The first ``at`` of the batches, and then a failure that loses none."""
+    """Yield the first ``at`` batches, and then raise an error that loses none."""
     yield from islice(batches, at)
     raise PlantedError
 

@@ -15,15 +15,15 @@ from tests.support.strategies import Case, TaskSpec, Workload
 
 
 class OutOfTurn(Violation):
-    """A globally ordered task was called, and not known to come after the one before."""
+    """A globally ordered task was called without being ordered after the previous one."""
 
 
 class PlantedError(Exception):
-    """A failure on purpose."""
+    """An error that a test raises on purpose."""
 
 
 class VirtualMachine:
-    """Numbers in buffers; a slot is a buffer that is written again and again.
+    """A machine of numbers in buffers; a slot is a buffer that is written repeatedly.
 
     Attributes:
         turns: (task, iteration) of the globally ordered tasks, as called.
@@ -57,7 +57,7 @@ class VirtualMachine:
         return self._device.launch(partial(_mix_with, tag, there), *buffers, into=into, work=work)
 
     def tasks(self) -> list[PipelineTask]:
-        """The case's tasks; those that are globally ordered take turns."""
+        """Return the case's tasks; globally ordered ones check that they run in order."""
         specs = enumerate(self._case.workload.tasks)
         return [
             PipelineTask(spec.name, partial(self._run, n, spec), reads=reads_of(spec))
@@ -85,7 +85,7 @@ def _mix_with(tag: int, there: Sequence[int | None], *given: int) -> int:
 
 
 def turns_of(case: Case, program: Program) -> list[tuple[str, int]]:
-    """The globally ordered tasks as every rank has to call them: by period, in period order."""
+    """Return the globally ordered tasks in the order that every rank must keep."""
     stage = {name: ins.stage for name, ins in program.instructions.items()}
     ordered = [name for name in program.tasks if case.plan.schedule[name].globally_ordered]
     count = len(case.batches)

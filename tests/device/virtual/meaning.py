@@ -1,7 +1,7 @@
 """Events with a meaning: the task and the iteration that they were recorded after.
 
-A stream that waits for an event in another meaning than the program says waits for the wrong thing,
-even where that does no harm this time.
+A stream that waits for an event with a different meaning than in the program waits for the wrong
+work, even if that does no harm in this run.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from tests.device.virtual import EventReused, VirtualDevice, VirtualEvent, Virtu
 
 
 class Place(NamedTuple):
-    """Where a thread is in its lane."""
+    """The position of a thread in its lane."""
 
     ins: Instruction
     iteration: int
 
 
 class MeantDevice(VirtualDevice):
-    """A virtual device that knows where each thread is, and so what events mean.
+    """A virtual device that knows the position of each thread, and thus the meaning of events.
 
-    It learns that as an observer of the engine's; where it is none, events mean nothing.
+    The positions come from the engine, which it observes; without observation events have no
+    meaning.
     """
 
     def __init__(self, seed: int, host: Host | None = None) -> None:
@@ -33,7 +34,7 @@ class MeantDevice(VirtualDevice):
 
     @property
     def place(self) -> Place | None:
-        """Where the calling thread is."""
+        """The position of the calling thread."""
         place: Place | None = getattr(self._places, "place", None)
         return place
 
@@ -47,7 +48,7 @@ class MeantDevice(VirtualDevice):
         return None
 
     def leave(self) -> None:
-        """The calling thread is in no lane any more."""
+        """Record that the calling thread is in no lane."""
         self._places.place = None
 
     def new_event(self, *, timing: bool = False) -> MeantEvent:
@@ -55,7 +56,7 @@ class MeantDevice(VirtualDevice):
 
 
 class MeantEvent(VirtualEvent):
-    """An event that tells when it is waited for in a meaning that it does not have."""
+    """An event that reports a wait for a meaning that it does not have."""
 
     def __init__(self, device: MeantDevice) -> None:
         super().__init__(device)

@@ -36,7 +36,7 @@ class Item:
     Attributes:
         submitted: The step of the thread that submitted it.
         stamp: Its own step: one actor is what one thread submits to one stream.
-        clock: What happens before it, and itself.
+        clock: The events that happen before it, and itself.
         awaited: The mark that it waits for.
     """
 
@@ -50,7 +50,7 @@ class Item:
 
     @property
     def ready(self) -> bool:
-        """Whether it may run when it is the first of its queue."""
+        """Whether the item may run when it is the first of its queue."""
         return self.awaited is None or self.awaited.done
 
 
@@ -60,7 +60,7 @@ class VirtualStream:
     Attributes:
         name: Unique on its device.
         eagerness: The probability that the scheduler runs a ready item; 0 for only when forced.
-        queue: What has not run yet.
+        queue: The work that has not run yet.
         ends: Submitting thread to its submissions, as (its step, their clock).
     """
 
@@ -74,7 +74,7 @@ class VirtualStream:
         return f"stream {self.name!r}"
 
     def end(self) -> Clock:
-        """What the stream runs before anything submitted from now on."""
+        """Return the clock of all work submitted to the stream so far."""
         clock: Clock = {}
         for ends in self.ends.values():
             merge(clock, ends[-1][1])
@@ -90,7 +90,7 @@ class Queues:
         self._random = random.Random(seed)
 
     def new_stream(self, name: str = "") -> VirtualStream:
-        """A new stream, of random eagerness."""
+        """Return a new stream of random eagerness."""
         eagerness = self._random.choice((0.0, 0.2, 0.6, 1.0))
         stream = VirtualStream(name or f"stream {len(self.streams)}", eagerness)
         self.streams.append(stream)
@@ -119,7 +119,7 @@ class Queues:
         return item
 
     def mark(self, stream: VirtualStream) -> Item:
-        """Mark the end of all work of the stream, from no thread."""
+        """Add a mark to the end of a stream's work, without a submitting thread."""
         nobody = Stamp("nobody", 0)
         item = Item(stream, nobody, nobody, stream.end())
         stream.queue.append(item)
@@ -136,9 +136,9 @@ class Queues:
                 self._run_next(stream)
 
     def ask(self, item: Item) -> bool:
-        """Whether an item is done, which then happens before what the caller does next.
+        """Return whether an item is done; if so, it happens before the caller's next actions.
 
-        After enough calls, it is.
+        After enough calls it is done.
         """
         self.stir()
         if self._random.random() < 0.5:
@@ -148,12 +148,12 @@ class Queues:
         return item.done
 
     def force(self, item: Item) -> None:
-        """Run an item and what must run before it, nothing else; the caller's clock learns it."""
+        """Run an item and the items it needs; add its clock to the caller's."""
         self._run_to(item)
         self._clocks.learn(item.clock)
 
     def force_all(self) -> None:
-        """Run everything; the caller's clock learns it."""
+        """Run all items, and add their clocks to the caller's."""
         for stream in self.streams:
             while stream.queue:
                 self._run_next(stream)

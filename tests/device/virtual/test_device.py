@@ -1,4 +1,4 @@
-"""The virtual device finds what it promises to find, and nothing else."""
+"""The virtual device finds the violations that it is meant to find, and no others."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ SEEDS = range(10)
 
 
 def kinds(device: VirtualDevice) -> set[type]:
-    """What kinds of violation a device has found."""
+    """Return the kinds of violation that a device has found."""
     return {type(violation) for violation in device.violations}
 
 
 def constant(device: VirtualDevice, value: Any) -> Buffer:
-    """A new buffer with a value, made on the current stream."""
+    """Return a new buffer with a value, made on the current stream."""
     return device.launch(lambda: value)
 
 
 def two_streams(device: VirtualDevice) -> tuple[VirtualStream, VirtualStream]:
-    """Two streams beside the default one."""
+    """Return two streams other than the default one."""
     return device.new_stream(StreamSpec()), device.new_stream(StreamSpec())
 
 
 def on_thread(device: VirtualDevice, fn: Callable[[], None]) -> None:
-    """Run ``fn`` on a thread of the operating system's, of which the device learns nothing."""
+    """Run ``fn`` on a thread that the device does not know."""
     thread = threading.Thread(target=fn)
     thread.start()
     thread.join()
 
 
 def test_some_streams_run_nothing_unless_forced() -> None:
-    """A scheduler that never runs work late would find nothing."""
+    """A scheduler that never delays work would find nothing."""
     late = 0
     for seed in SEEDS:
         device, ran = VirtualDevice(seed), []
@@ -85,7 +85,7 @@ def test_a_write_must_come_after_the_reads_before_it() -> None:
 
 
 def test_the_order_of_two_threads_on_one_stream_is_luck_until_they_tell() -> None:
-    """Stream order counts only where the submitting thread knows of the other's submission."""
+    """Stream order counts only if the submitting thread knows of the other's submission."""
     device = VirtualDevice()
     counter, box = device.host.counter(), []
     on_thread(device, lambda: box.append(constant(device, 1)))
@@ -106,7 +106,7 @@ def test_the_order_of_two_threads_on_one_stream_is_luck_until_they_tell() -> Non
 
 
 def test_a_signal_tells_no_more_than_the_count_that_was_waited_for() -> None:
-    """That the writer happened to be further says nothing about the next time."""
+    """The writer's further progress this time says nothing about the next time."""
     device = VirtualDevice()
     counter, box = device.host.counter(), []
 
@@ -122,7 +122,7 @@ def test_a_signal_tells_no_more_than_the_count_that_was_waited_for() -> None:
 
 
 def test_waiting_for_an_event_that_was_never_recorded_is_a_violation() -> None:
-    """CUDA lets it pass, and orders nothing."""
+    """CUDA allows it, and orders nothing."""
     device = VirtualDevice()
     copy, _ = two_streams(device)
     device.new_event().wait(copy)
@@ -130,7 +130,7 @@ def test_waiting_for_an_event_that_was_never_recorded_is_a_violation() -> None:
 
 
 def test_waiting_must_be_known_to_come_after_the_record() -> None:
-    """That the record was sooner this time is luck."""
+    """The earlier record this time is luck."""
     device = VirtualDevice()
     copy, _ = two_streams(device)
     event = device.new_event()
@@ -140,7 +140,7 @@ def test_waiting_must_be_known_to_come_after_the_record() -> None:
 
 
 def test_all_waits_must_happen_before_the_next_record() -> None:
-    """Else some consumer may get the new meaning where it asked for the old one."""
+    """Otherwise some consumer may get the new record in place of the old one."""
     device = VirtualDevice()
     copy, _ = two_streams(device)
     event, recorded = device.new_event(), device.host.counter()
@@ -158,7 +158,7 @@ def test_all_waits_must_happen_before_the_next_record() -> None:
 
 
 def test_a_recorded_block_is_free_once_the_other_stream_is_done() -> None:
-    """Holding must not leak."""
+    """Held blocks must not leak."""
     device = VirtualDevice()
     copy, side = two_streams(device)
     with device.on(copy):
@@ -174,7 +174,7 @@ def test_a_recorded_block_is_free_once_the_other_stream_is_done() -> None:
 
 
 def test_the_host_must_know_that_old_work_is_done() -> None:
-    """Done by chance does not count; asking an event does."""
+    """Work that happens to be done does not count; a query of an event does."""
     device = VirtualDevice()
     device.launch(lambda: 1, work=Work("t", 0))
     event = device.new_event()

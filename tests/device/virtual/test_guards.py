@@ -1,4 +1,4 @@
-"""On a device as late as can be nothing goes wrong where a run is broken off."""
+"""The latest possible device finds no violation in runs that fail or are closed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tests.support.strategies import keeping_case, random_case
 
 
 def broken_off(cases: Callable[[int], Any], seeds: Iterable[int]) -> dict[int, object]:
-    """Return what went wrong, by seed, in runs that fail or are closed."""
+    """Return the faults, by seed, of runs that fail or are closed."""
     return {seed: wrong for seed in seeds if (wrong := break_any(cases(seed)))}
 
 
 @pytest.mark.parametrize("cases", [random_case, keeping_case])
 def test_failing_and_closing_break_no_rule_of_the_device(cases: Callable[[int], Any]) -> None:
-    """What a broken-off run leaves on the device is ordered before whatever comes next."""
+    """What a failed run leaves on the device is ordered before the next work."""
     assert broken_off(cases, range(10)) == {}
 
 
 class NotingDevice(VirtualDevice):
-    """Notes what it is asked to hold."""
+    """A device that records what it is asked to hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,5 +63,5 @@ def test_what_a_failing_task_drops_is_held() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [random_case, keeping_case])
 def test_failing_and_closing_break_no_rule_in_many_plans(cases: Callable[[int], Any]) -> None:
-    """The same of more plans."""
+    """The previous test runs on more plans."""
     assert broken_off(cases, range(10, 40)) == {}

@@ -92,7 +92,7 @@ class _Use(NamedTuple):
 
 
 class _Block:
-    """Memory. A plain class, so that ``swpipe._values.walk`` does not look inside."""
+    """Memory; a plain class, so that ``swpipe._values.walk`` does not open it."""
 
     def __init__(self, stream: VirtualStream) -> None:
         self.stream = stream  # its owner
@@ -107,7 +107,7 @@ class _Block:
 
 
 class Buffer:
-    """A value on the device, such as tasks keep in the context; frees its memory when dropped."""
+    """A value on the device, as tasks keep it in the context; dropping it frees its memory."""
 
     def __init__(self, device: VirtualDevice, block: _Block, number: int) -> None:
         self.number = number
@@ -116,7 +116,7 @@ class Buffer:
         self._block = block
 
     def record_stream(self, stream: VirtualStream) -> None:
-        """Do not reuse the memory before ``stream`` has done the work submitted until the free."""
+        """Keep the memory until ``stream`` has done the work submitted before it was freed."""
         if stream is not self._block.stream:
             self._block.recorded.add(stream)
 
@@ -128,7 +128,7 @@ class Buffer:
 
 
 class VirtualEvent:
-    """An event that knows who recorded it, and who has waited for it since."""
+    """An event that knows which thread recorded it, and which have waited for it since."""
 
     def __init__(self, device: VirtualDevice) -> None:
         self._device = device
@@ -159,7 +159,7 @@ class VirtualEvent:
             return mark is None or self._device.queues.ask(mark)
 
     def _known_mark(self, what: str) -> Item | None:
-        """The last record's mark; that record must happen before this call."""
+        """Return the last record's mark; that record must happen before this call."""
         clocks = self._device.clocks
         if self._recorded is None:
             self._device.report(WaitBeforeRecord(f"{what} that was never recorded"))
@@ -175,12 +175,12 @@ class VirtualDevice(StreamDevice[VirtualStream]):
 
     Args:
         seed: Seed of the scheduler's choices.
-        host: Where threads and counters come from; the operating system if None.
+        host: The source of threads and counters; the operating system if None.
 
     Attributes:
         host: The same with clocks: to be given to the pipeline.
-        violations: What was found so far.
-        reused: How many buffers reused another's memory.
+        violations: The violations so far.
+        reused: The number of buffers that reused another's memory.
     """
 
     type = "virtual"
@@ -240,9 +240,9 @@ class VirtualDevice(StreamDevice[VirtualStream]):
 
         Args:
             fn: Takes the values, returns one.
-            reads: What is read; ``into`` only if it is among them.
+            reads: The values that are read; ``into`` only if it is among them.
             into: The buffer to write; None for a new one, made on the current stream.
-            work: What this belongs to.
+            work: The work that this belongs to.
 
         Returns:
             The buffer that is written.
@@ -259,7 +259,7 @@ class VirtualDevice(StreamDevice[VirtualStream]):
             return out
 
     def read(self, buffer: Buffer, work: Work = UNNAMED) -> Any:
-        """The value of ``buffer``, read on the current stream; the host waits for it."""
+        """Return the value of ``buffer``, read on the current stream; the host waits for it."""
         with self.lock:
             found: list[Any] = []
             item = self.queues.submit(self.current_stream())
@@ -269,14 +269,14 @@ class VirtualDevice(StreamDevice[VirtualStream]):
             return found[0]
 
     def expect_done(self, iteration: int) -> None:
-        """All work up to and of ``iteration`` must have happened before this call."""
+        """Check that all work up to ``iteration`` happens before this call."""
         with self.lock:
             for i in [i for i in self._unfinished if i <= iteration]:
                 if not all(map(self.clocks.knows, self._unfinished.pop(i))):
                     self.report(RanAhead(f"work of iteration {i} may still be under way"))
 
     def report(self, violation: Violation) -> None:
-        """Keep a violation; ``check`` raises it."""
+        """Store a violation, which ``check`` raises."""
         self.violations.append(violation)
 
     def check(self) -> None:
@@ -287,7 +287,7 @@ class VirtualDevice(StreamDevice[VirtualStream]):
     # ------------------------------------------------------------- (1): order
 
     def _read(self, buffer: Buffer, item: Item, work: Work) -> tuple[_Block, tuple[int, int]]:
-        """Check and keep a read; returns the block, and what should be in it."""
+        """Check and store a read; return the block, and the value that it should have."""
         block = buffer._block
         use = _Use(work, "reads", buffer.number, item)
         self._check_order(use, block, block.written)
@@ -295,7 +295,7 @@ class VirtualDevice(StreamDevice[VirtualStream]):
         return block, (buffer.number, buffer.version)
 
     def _write(self, buffer: Buffer, item: Item, work: Work) -> tuple[_Block, tuple[int, int]]:
-        """Check and keep a write; returns the block, and what will be in it."""
+        """Check and store a write; return the block, and the value that it will have."""
         block = buffer._block
         use = _Use(work, "writes", buffer.number, item)
         for before in (block.written, *block.read.values()):
@@ -367,7 +367,7 @@ class VirtualDevice(StreamDevice[VirtualStream]):
         block.content, block.value = (buffer, version), value
 
     def _look(self, source: tuple[_Block, tuple[int, int]], work: Work) -> Any:
-        """What is in a block; a violation where it is not what should be there."""
+        """Return the value in a block, and report a violation if it is not the right one."""
         block, meant = source
         if block.content != meant:
             kind = UseAfterFree if block.content[0] > meant[0] else Race

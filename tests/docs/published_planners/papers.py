@@ -1,4 +1,4 @@
-"""Random plans on paper for planners: names, dependences, costs, and what the tasks touch."""
+"""Random plans for planners: names, dependences, costs, and the effects of tasks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.support.strategies import Workload, dependences_of, random_plan
 
 @dataclass(frozen=True)
 class Paper:
-    """What a planner is given.
+    """The input of a planner.
 
     Attributes:
         plan: A plan that runs.
-        costs: Of its tasks.
-        effects: What they touch, in serial order; the plan orders all of it.
-        limits: They admit the plan.
+        costs: The costs of its tasks.
+        effects: The effects of the tasks, in serial order; the plan orders all of them.
+        limits: Limits that admit the plan.
     """
 
     plan: PipelinePlan
@@ -31,7 +31,7 @@ class Paper:
 
 
 def paper(seed: int, most_tasks: int = 6) -> Paper:
-    """The paper of a seed: every other one a serial step whose beginning has streams."""
+    """Return the input of a seed; every second one is a serial step that begins with streams."""
     rng = random.Random(seed)
     workload = small_workload(rng, most_tasks)
     plan = _serial(rng, workload) if seed % 2 else random_plan(rng, workload)

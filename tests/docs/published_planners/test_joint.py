@@ -1,4 +1,4 @@
-"""The joint search: its limits, its moves, what it drops, and what it finds."""
+"""The joint search: its limits, its moves, what it discards, and what it finds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.safety import verify_tasks
 
 
 def blocking(**us: float) -> CostModel:
-    """Costs of host work alone; microseconds."""
+    """Return costs of host work alone, in microseconds."""
     return CostModel({name: TaskCost(host_us=time) for name, time in us.items()})
 
 
@@ -46,13 +46,13 @@ COSTS = blocking(copy=60, dist=50, cache=40, train=30)
 def spaced(
     plan: PipelinePlan = STEP, costs: CostModel = COSTS, limits: Limits | None = None
 ) -> tuple[SearchSpace, list[Evaluated]]:
-    """The space of a plan, and the layouts that the search begins with."""
+    """Return the search space of a plan, and the layouts with which the search begins."""
     space = SearchSpace(plan, costs, limits or Limits(), streams=True)
     return space, space.evaluate(space.initial())
 
 
 def threads_of(found: JointSearch) -> set[str]:
-    """The thread groups of what was found, the caller's too."""
+    """Return the thread groups of a result, including the caller's."""
     return {"default", *(entry.thread_group for entry in found.plan.schedule.values())}
 
 
@@ -60,7 +60,7 @@ def threads_of(found: JointSearch) -> set[str]:
 
 
 def test_threads_are_limited() -> None:
-    """Each additional thread hides more blocking host work; the limit holds."""
+    """Each additional thread hides more blocking host work, up to the limit."""
     for threads, ii_us, preset in (
         (1, 180, "as given"),
         (3, 70, "io_data_dist_compute"),
@@ -93,7 +93,7 @@ def test_streams_are_searched() -> None:
 
 
 def test_only_unordered_neighbours_are_swapped() -> None:
-    """Neither an edge within the period, nor a communicator's queue."""
+    """Edges within the period and a communicator's queue keep their order."""
     plan = PipelinePlan(
         {name: TaskSchedule() for name in "abcd"},
         deps=[("b", "a")],
@@ -119,7 +119,7 @@ FIRST = {
 
 
 def test_what_policies_rank_first() -> None:
-    """On the published step; the closest order keeps edges and the communicator's queue."""
+    """The published step shows it; the closest order keeps edges and the communicator's queue."""
     plan, costs = recsys14.plan(), recsys14.costs()
     resolved = resolve_plan(plan)
     queues = communicator_queues(resolved, costs)
@@ -133,7 +133,7 @@ def test_what_policies_rank_first() -> None:
 
 
 def test_the_search_starts_from_the_given_and_the_engines_order() -> None:
-    """Each with the plan's own threads, and with the default preset."""
+    """Each starts with the plan's own threads, and with the default preset."""
     free = PipelinePlan(
         {"a": TaskSchedule(stream="a"), "b": TaskSchedule(stream="b"), "train": TaskSchedule()},
         deps=[("train", "a"), ("train", "b")],
@@ -146,7 +146,7 @@ def test_the_search_starts_from_the_given_and_the_engines_order() -> None:
 
 
 def test_frozen_and_caller_tasks_are_not_moved() -> None:
-    """Lookahead 0, the caller's thread, their stream: in whatever is found."""
+    """They keep lookahead 0, the caller's thread and their stream in every result."""
     limits = Limits(frozen=["cache"])
     found = joint_search(STEP, COSTS, limits=limits)
     last = found.plan.max_stage
@@ -189,9 +189,9 @@ def test_the_best_layout_of_each_place_is_kept() -> None:
 @pytest.mark.examples
 @pytest.mark.parametrize("streams", [True, False])
 def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> None:
-    """They verify, have the reported interval, keep limits and communicator order.
+    """They verify, have the reported interval, and keep limits and communicator order.
 
-    And none is worse than lookaheads alone, where the search begins.
+    None is worse than lookaheads alone, where the search begins.
     """
     better = 0
     for seed in seeds("plans", 8):
@@ -215,9 +215,9 @@ def test_random_plans_keep_every_rule_and_become_no_slower(streams: bool) -> Non
 
 
 def test_the_published_step_reaches_its_bound() -> None:
-    """What the caller's stream takes, with the order that lookaheads alone do not have.
+    """The bound is the work on the caller's stream; lookaheads alone do not reach the order.
 
-    Where the host runs ahead, the plan given does not take longer.
+    If the host runs ahead, the given plan is as fast.
     """
     plan, costs = recsys14.plan(), recsys14.costs()
     assert simulate(plan, costs).ii_us == lower_bounds(plan, costs).ii_us == 108_380
@@ -232,7 +232,7 @@ def test_the_published_step_reaches_its_bound() -> None:
 
 
 def test_limits_that_allow_nothing_name_the_least_that_would() -> None:
-    """One thread, where the plan and every preset have more; fewer iterations than stages."""
+    """These are one thread, where every preset has more, and fewer iterations than stages."""
     groups = {n: replace(e, thread_group=n) for n, e in STEP.schedule.items()}
     spread = replace(STEP, schedule=groups)
     with pytest.raises(PlanError, match=r"at least 2 thread groups \(as given: 5"):

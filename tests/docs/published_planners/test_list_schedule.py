@@ -1,4 +1,4 @@
-"""List scheduling: the order it gives, what it leaves alone, and never a worse plan."""
+"""List scheduling: its order, what it does not change, and that no plan gets worse."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.safety import verify_tasks
 
 
 def device(**us: float) -> CostModel:
-    """Costs of device work alone; microseconds."""
+    """Return costs of device work alone, in microseconds."""
     return CostModel({name: TaskCost(device_us=time) for name, time in us.items()})
 
 
 def on_streams(**streams: str | None) -> dict[str, TaskSchedule]:
-    """Each task on a stream."""
+    """Return a schedule in which each task is on a stream."""
     return {name: TaskSchedule(stream=stream) for name, stream in streams.items()}
 
 
@@ -41,7 +41,7 @@ def test_the_longest_path_goes_first() -> None:
 
 
 def work(host: float, device: float = 0, gil: float = 0, *resources: str) -> TaskCost:
-    """A task's cost; microseconds."""
+    """Return a task's cost; times are in microseconds."""
     return TaskCost(host_us=host, gil_us=gil, device_us=device, resources=resources)
 
 
@@ -85,7 +85,7 @@ def test_busy_resources_are_waited_for(
     second: tuple[TaskSchedule, TaskCost],
     other: tuple[TaskSchedule, TaskCost],
 ) -> None:
-    """The second has a longer path than the other, but wants what the first has."""
+    """The second task has a longer path than the other, but needs the first one's resource."""
     entries = {"first": first, "second": second, "other": other}
     plan = PipelinePlan({name: entry for name, (entry, _) in entries.items()})
     costs = CostModel({name: cost for name, (_, cost) in entries.items()})

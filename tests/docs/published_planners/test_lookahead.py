@@ -1,4 +1,4 @@
-"""Lookahead assignment: each of its rules, what it gives, and what it refuses."""
+"""Lookahead assignment: each of its rules, its results, and what it refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.safety import verify_tasks
 def chain(
     *tasks: tuple[str, str | None], carried: Sequence[tuple[str, str]] = (), **stages: int
 ) -> PipelinePlan:
-    """One task after the other, each with its stream; all in the last stage but those named.
+    """Return a chain of tasks, each with its stream, in the last stage except the named ones.
 
     The host may not run ahead of the device, which would overlap iterations without lookaheads.
     """
@@ -40,7 +40,7 @@ def chain(
 
 
 def device(**us: float) -> CostModel:
-    """Costs of device work alone; microseconds."""
+    """Return costs of device work alone, in microseconds."""
     return CostModel({name: TaskCost(device_us=time) for name, time in us.items()})
 
 
@@ -100,7 +100,7 @@ READ_COSTS = device(read=50, copy=40, train=100)
 def test_how_far_ahead_each_task_runs(
     plan: PipelinePlan, costs: CostModel, limits: Limits, lookahead: dict[str, int]
 ) -> None:
-    """By what it takes, what needs it, and what may not move."""
+    """It depends on the task's time, its consumers, and the fixed tasks."""
     found = assign_lookaheads(plan, costs, limits=limits)
     assert found.lookahead == lookahead
     validate(found.plan)
@@ -132,7 +132,7 @@ COLLECTIVES = PipelinePlan(
 
 
 def on_communicators(**of: str) -> CostModel:
-    """Costs of ``COLLECTIVES``, with the communicator that each uses."""
+    """Return the costs of ``COLLECTIVES``, with the communicator of each."""
     times = {"count": 1, "dist": 50, "train": 100}
     return CostModel(
         {n: TaskCost(device_us=us, resources=tuple(of.get(n, ()))) for n, us in times.items()}
@@ -186,7 +186,7 @@ def test_lookaheads_of_the_published_step(run_ahead: int | None, ii_us: int, dep
 
 
 def test_limits_that_allow_nothing_name_the_least_that_would() -> None:
-    """Stages beyond the iterations in flight, more thread groups than allowed."""
+    """These are stages beyond the iterations in flight, and too many thread groups."""
     deep = chain(("copy", "memcpy"), ("dist", "dist"), ("train", None), copy=3)
     with pytest.raises(PlanError, match="limit is 2 iterations in flight: allow 4"):
         assign_lookaheads(deep, COSTS, limits=Limits(in_flight=2))
@@ -197,7 +197,7 @@ def test_limits_that_allow_nothing_name_the_least_that_would() -> None:
 
 
 def test_frozen_tasks_must_be_in_place() -> None:
-    """In the last stage, on the caller's thread."""
+    """They must be in the last stage, on the caller's thread."""
     deep = chain(("copy", "memcpy"), ("dist", "dist"), ("train", None), copy=3)
     with pytest.raises(PlanError, match="'copy' is frozen, but runs 3 ahead"):
         assign_lookaheads(deep, COSTS, limits=Limits(frozen=["copy"]))

@@ -15,7 +15,7 @@ ROLES = TaskRoles.of(resolve_plan(STEP), recsys14.FROZEN)
 def threads(
     preset: str, plan: PipelinePlan = STEP, roles: TaskRoles = ROLES
 ) -> dict[str, set[str]]:
-    """Thread to its tasks, the caller's left out."""
+    """Return the tasks of each thread but the caller's."""
     groups: dict[str, set[str]] = {}
     streams = {name: stream_of(plan, name) for name in plan.schedule}
     for name, group in roles.groups(preset, streams).items():
@@ -61,7 +61,7 @@ def test_a_thread_group_without_streams_is_a_bundle() -> None:
 
 
 def test_frozen_tasks_are_on_the_callers_thread_in_every_preset() -> None:
-    """Also one with a stream; tasks after it in the same iteration do not prepare."""
+    """This includes a task with a stream; later tasks of the same iteration do not prepare."""
     roles = TaskRoles.of(resolve_plan(STEP), ["start_input_dist"])
     assert set(roles.role) == COPY
     for preset in PRESETS:

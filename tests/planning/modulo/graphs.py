@@ -1,4 +1,4 @@
-"""For tests of the search: small loops as schedule graphs."""
+"""Small loops as schedule graphs, for tests of the search."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.planning.instances import Instance
 
 
 def graph_of(given: Instance) -> ScheduleGraph:
-    """The instance as a schedule graph."""
+    """Return the instance as a schedule graph."""
     return schedule_graph(
         resolve_plan(given.plan), given.costs, streams=given.streams, frozen=given.limits.frozen
     )
@@ -22,7 +22,7 @@ def host_work(
     frozen: tuple[str, ...] = (),
     handover_us: float = 0.0,
 ) -> ScheduleGraph:
-    """Tasks a, b, c and so on that block for these times, one after the other or on their own."""
+    """Return a graph of tasks a, b, c, ... with these times, as a chain or independent."""
     names = [chr(ord("a") + k) for k in range(len(times_us))]
     deps = [(names[k], names[k - 1]) for k in range(1, len(names))] if chain else []
     plan = PipelinePlan({name: TaskSchedule() for name in names}, deps=deps)

@@ -1,4 +1,4 @@
-"""Annealing: when the simulator is asked, what the incumbent is, when it ends."""
+"""Annealing: when the simulator is called, which schedule is the incumbent, when it ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST = ModuloSchedule((0, 0, 0, 0), (0, 0, 0, 0), (0, 1, 2, 3))
 
 
 def exact(schedule: ModuloSchedule) -> float:
-    """A simulator that says what the estimate says."""
+    """Return the estimate, in place of a simulation."""
     estimator = Estimator(GRAPH, 2, 3)
     estimator.cost(schedule.order, schedule.thread, schedule.stage)
     return estimator.ii_us
@@ -44,7 +44,7 @@ def test_it_ends_when_the_goal_is_reached_or_its_work_spent() -> None:
 
 
 def test_the_simulator_has_the_last_word() -> None:
-    """What it says is twice the estimate: that is the incumbent's interval."""
+    """Its interval is twice the estimate, and becomes the incumbent's."""
     annealer = Annealer(Estimator(GRAPH, 2, 3), lambda schedule: 2 * exact(schedule), goal_us=400)
     annealer.search(FIRST, work=20_000)
     assert annealer.ii_us == 800
@@ -53,7 +53,7 @@ def test_the_simulator_has_the_last_word() -> None:
 
 
 def test_no_schedule_is_simulated_twice() -> None:
-    """What the simulator said of it is kept."""
+    """The simulator's result is kept."""
     seen: list[ModuloSchedule] = []
 
     def simulate(schedule: ModuloSchedule) -> float:
@@ -65,14 +65,14 @@ def test_no_schedule_is_simulated_twice() -> None:
 
 
 def test_without_a_schedule_that_can_be_stated_there_is_no_incumbent() -> None:
-    """The simulator says infinity of a schedule that makes no plan."""
+    """The simulator returns infinity for a schedule that gives no plan."""
     annealer = Annealer(Estimator(GRAPH, 2, 3), lambda schedule: math.inf, goal_us=1)
     annealer.search(FIRST, work=5_000)
     assert annealer.incumbent is None
 
 
 def test_a_move_that_fails_is_undone_also_where_every_schedule_is_refused() -> None:
-    """Half a move broke the order once; following what waits for what then never ended."""
+    """Half a move once broke the order; a walk along the waits then never ended."""
     given = random_case(136).plan
     costs = CostModel({name: TaskCost(host_us=10) for name in given.schedule})
     graph = schedule_graph(resolve_plan(given), costs, streams=False)

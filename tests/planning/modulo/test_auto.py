@@ -1,4 +1,4 @@
-"""The planner to use: what it keeps, what it promises, what it refuses."""
+"""The planner: what it keeps, what it promises, and what it refuses."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from swpipe.planning import Choice, Limits, auto_plan, lower_bounds, simulate
 from tests.planning.instances import Instance, instance
 
 EFFORT = 0.2
-"""What holds for a plan holds for one that was searched for briefly."""
+"""A short search: the tests hold for any plan."""
 
 
 def planned(given: Instance) -> Choice:
-    """The planner's choice, after a short search."""
+    """Return the planner's choice after a short search."""
     return auto_plan(
         given.plan, given.costs, limits=given.limits, streams=given.streams, effort=EFFORT
     )
 
 
 def loop(**changes: object) -> PipelinePlan:
-    """Read, then work: two tasks that depend on each other."""
+    """Return a plan of "read" and then "work"."""
     schedule = {"read": TaskSchedule(), "work": TaskSchedule()}
     given = {"schedule": schedule, "deps": [("work", "read")], **changes}
     return PipelinePlan(**given)  # type: ignore[arg-type]
@@ -44,9 +44,9 @@ COSTS = CostModel({"read": TaskCost(host_us=400), "work": TaskCost(host_us=600)}
 
 @pytest.mark.parametrize("number", range(8))
 def test_a_plan_has_its_interval_and_keeps_what_is_not_the_planners(number: int) -> None:
-    """By the simulator, which is not below the bound.
+    """The simulator gives the interval, which is not below the bound.
 
-    Dependences, streams and global order are those of the plan given; limits are kept.
+    Dependences, streams and global order are those of the given plan; limits are kept.
     """
     given = instance(number, tight=number % 3 == 0)
     choice = planned(given)
@@ -71,14 +71,14 @@ def test_a_plan_has_its_interval_and_keeps_what_is_not_the_planners(number: int)
 
 
 def test_no_plan_of_a_small_loop_is_shorter() -> None:
-    """By a constraint solver; 39 keeps recurrence or threads alone, but not both."""
+    """A constraint solver says so; 39 keeps the recurrence or the threads, but not both."""
     best_us = {1: 13_900, 3: 16_300, 7: 49_800, 13: 34_100, 39: 17_450}
     assert {n: planned(instance(n, size=6)).ii_us for n in best_us} == best_us
 
 
 @pytest.mark.parametrize(("slack", "threads", "ii_us"), [(0.3, 2, 600), (0.34, 1, 800)])
 def test_fewer_threads_are_taken_within_the_slack(slack: float, threads: int, ii_us: float) -> None:
-    """Two short tasks beside a long one take a third longer on one thread."""
+    """Two short tasks with a long one take a third longer on one thread."""
     plan = PipelinePlan(dict.fromkeys(("a", "b", "c"), TaskSchedule()))
     costs = CostModel({"a": TaskCost(100), "b": TaskCost(100), "c": TaskCost(600)})
     choice = auto_plan(plan, costs, streams=False, slack=slack)
@@ -101,7 +101,7 @@ def test_run_ahead_stays_as_it_is() -> None:
 
 
 def test_a_thread_and_an_iteration_in_flight_are_used_where_they_earn_something() -> None:
-    """Two tasks that block take two threads, and say so; device work takes one, as does a limit."""
+    """Two blocking tasks use two threads, and a reason says so; device work or a limit, one."""
     choice = auto_plan(loop(), COSTS, streams=False)
     assert (choice.ii_us, choice.in_flight, choice.threads) == (600, 2, 2)
     earned = "Thread 2 earns 0.400 ms: without it no plan of this depth is below 1.000 ms."
@@ -117,7 +117,7 @@ def test_a_thread_and_an_iteration_in_flight_are_used_where_they_earn_something(
 
 
 def test_what_is_undeclared_stays_with_the_body() -> None:
-    """The others may leave it; a loader of which nothing is declared is pulled in turn."""
+    """The others may move; an undeclared loader takes turns with the body."""
 
     def choice_of(costs: CostModel, effects: tuple[Effects, ...], *, body: bool = True) -> Choice:
         table = dict(zip((PULL, "read", "work"), effects, strict=True))
@@ -141,7 +141,7 @@ def test_what_is_undeclared_stays_with_the_body() -> None:
 
 
 def test_limits_that_admit_no_plan_say_which_binds() -> None:
-    """A pair that reaches two iterations ahead takes three in flight."""
+    """A pair that reaches two iterations ahead needs three in flight."""
     schedule = {"read": TaskSchedule(), "work": TaskSchedule(stage=2)}
     reaching = loop(schedule=schedule, deps=(), same_period_deps=[("work", "read")])
     with pytest.raises(PlanError, match="limit of 2 iterations in flight.*set in_flight to 3"):
@@ -153,7 +153,7 @@ def test_limits_that_admit_no_plan_say_which_binds() -> None:
 
 
 def test_frozen_tasks_that_cannot_be_in_one_stage_are_refused() -> None:
-    """A pair that reaches into a later iteration: their bound would be infinite."""
+    """If a pair reaches into a later iteration, their bound would be infinite."""
     schedule = {"read": TaskSchedule(), "work": TaskSchedule(stage=1)}
     reaching = loop(schedule=schedule, deps=(), same_period_deps=[("work", "read")])
     for frozen in (["read", "work"], ["read"]):
@@ -164,7 +164,7 @@ def test_frozen_tasks_that_cannot_be_in_one_stage_are_refused() -> None:
 
 
 def test_effects_that_the_plan_would_not_keep_refuse_it() -> None:
-    """A state that the next iteration reads, with no dependence that says so."""
+    """The next iteration reads a state without a declared dependence."""
     state = Location("model", True)
     effects = {
         PULL: Effects(),
@@ -187,13 +187,13 @@ FROZEN = PipelinePlan(
 
 
 def with_pull(pull_us: float) -> CostModel:
-    """A step of 1 ms to read and 4 ms that stay on the caller's thread."""
+    """Return costs of 1 ms to read, and 4 ms on the caller's thread."""
     tasks = {"read": 1_000.0, "train": 3_000.0, "step": 1_000.0, PULL: pull_us}
     return CostModel({name: TaskCost(us) for name, us in tasks.items()}, handover_us=20.0)
 
 
 def test_a_slow_loader_earns_a_thread() -> None:
-    """Where the caller's thread has enough to do; it counts as one of the threads."""
+    """The caller's thread must have enough other work; the loader's thread counts as one."""
     limits = Limits(frozen=["train", "step"])
     found = auto_plan(FROZEN, with_pull(3_000), limits=limits, streams=False)
     assert found.plan.pull_group == "loader"
@@ -205,7 +205,7 @@ def test_a_slow_loader_earns_a_thread() -> None:
 
 
 def test_a_thread_for_the_loader_is_within_the_limit() -> None:
-    """With a limit of two it is one of the two, and with a limit of one there is none."""
+    """With a limit of two it is one of the two; with a limit of one there is none."""
     for threads, group in ((2, "loader"), (1, None)):
         limits = Limits(groups=threads, frozen=["train", "step"])
         found = auto_plan(FROZEN, with_pull(3_000), limits=limits, streams=False)
@@ -219,7 +219,7 @@ def test_a_thread_for_the_loader_is_within_the_limit() -> None:
 
 @pytest.mark.parametrize(("group", "in_flight"), [(None, 2), ("mine", 3), ("io", 2), ("io", 5)])
 def test_a_plan_whose_loader_has_a_thread_can_run(group: str | None, in_flight: int) -> None:
-    """It has room for the batch that is pulled ahead, within the limit, and a name of its own."""
+    """It has room for the batch that is pulled ahead, within the limit, and a name."""
     schedule = {name: TaskSchedule(thread_group="io") for name in FROZEN.schedule}
     plan = replace(FROZEN, schedule=schedule, pull_group=group)
     limits = Limits(in_flight, frozen=["train", "step"])
@@ -232,7 +232,7 @@ def test_a_plan_whose_loader_has_a_thread_can_run(group: str | None, in_flight: 
 
 @pytest.mark.parametrize("group", [None, "mine"])
 def test_a_loader_that_takes_longest_bounds_the_interval(group: str | None) -> None:
-    """Whichever thread pulls; with tasks that share its thread it takes longer."""
+    """This holds for any thread; with tasks on its thread it takes longer."""
     plan, costs = replace(FROZEN, pull_group=group), with_pull(9_000)
     alone = lower_bounds(plan, costs, streams=False, threads=3)
     assert alone.res_mii_us == 9_000
@@ -259,7 +259,7 @@ SLOW = CostModel({"read": TaskCost(host_us=40_000), "work": TaskCost(host_us=10_
 def test_a_task_that_is_too_slow_gets_as_many_workers_as_it_needs(
     limits: Limits, workers: int, ii_us: float, bound_us: float
 ) -> None:
-    """A read of 40 ms before a step of 10 ms: 4, within the limits; the reason says so."""
+    """A read of 40 ms before a step of 10 ms gets 4, within the limits; the reason says so."""
     choice = auto_plan(loop(), SLOW, streams=False, effects=APART, limits=limits)
     assert choice.plan.schedule["read"].workers == workers
     assert choice.ii_us == pytest.approx(ii_us)
@@ -290,7 +290,7 @@ def test_two_slow_tasks_share_a_group_of_workers() -> None:
 
 @pytest.mark.parametrize("number", range(2))
 def test_no_plan_with_workers_is_below_the_bound(number: int) -> None:
-    """Of all groupings of three tasks, each with all numbers of workers, that keep the limits."""
+    """All groupings of three tasks with all numbers of workers within the limits are tried."""
     rng = random.Random(number)
     names = ("a", "b", "c")
     limits = Limits(groups=2, workers=3, in_flight=4)
@@ -311,7 +311,7 @@ def test_no_plan_with_workers_is_below_the_bound(number: int) -> None:
 
 
 def plans_with_workers(plan: PipelinePlan, limits: Limits) -> Iterator[PipelinePlan]:
-    """All stages and groups of three tasks, with each number of workers of the second group."""
+    """Yield all stages, groups and numbers of workers for three tasks."""
     for groups in product(("default", "io"), repeat=3):
         # A later task is never in an earlier stage than one that it depends on.
         for stages in combinations_with_replacement(range(3), 3):
@@ -329,7 +329,7 @@ def plans_with_workers(plan: PipelinePlan, limits: Limits) -> Iterator[PipelineP
 
 
 def accepted(plan: PipelinePlan, effects: EffectTable) -> bool:
-    """Whether the verifier accepts a plan."""
+    """Return whether the verifier accepts a plan."""
     try:
         verify(plan, effects=effects, streams=False, body=False)
     except PlanError:
@@ -338,7 +338,7 @@ def accepted(plan: PipelinePlan, effects: EffectTable) -> bool:
 
 
 def test_only_tasks_that_may_run_beside_themselves_get_workers() -> None:
-    """Not one that changes a state, nor any where nothing is known."""
+    """A task that changes a state does not, nor does an undeclared one."""
     log = frozenset([Location("log", True)])
     noting = {**APART, "read": Effects(log, log)}
     for effects in (noting, None):
@@ -367,7 +367,7 @@ def test_a_group_with_a_task_that_may_not_run_beside_itself_has_one_worker() -> 
 
 
 def test_a_frozen_task_has_no_workers() -> None:
-    """It is on the caller's thread, however little it uses: no plan is faster than it is alone."""
+    """It is on the caller's thread, even if short: no plan is faster than this task alone."""
     costs = CostModel({"read": TaskCost(host_us=400), "work": TaskCost(host_us=600)})
     effects = {PULL: Effects(), "read": Effects(), "work": Effects()}
     limits = Limits(frozen=("work",))

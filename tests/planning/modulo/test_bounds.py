@@ -1,4 +1,4 @@
-"""Lower bounds: no plan beats them, known plans reach them, and they say what sets them."""
+"""Lower bounds: no plan beats them, known plans reach them, and they name their reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.strategies import random_case
 
 
 def loop(*, prefetch_group: str = "cache") -> PipelinePlan:
-    """Prefetching reads what the step of two iterations before wrote."""
+    """Return a plan whose prefetch reads what the step wrote two iterations earlier."""
     return PipelinePlan(
         {
             "prefetch": TaskSchedule(0, thread_group=prefetch_group),
@@ -30,13 +30,13 @@ def loop(*, prefetch_group: str = "cache") -> PipelinePlan:
 
 
 def costs(**host_us: float) -> CostModel:
-    """Tasks that only keep their thread."""
+    """Return costs of tasks that only occupy their thread."""
     return CostModel({name: TaskCost(time) for name, time in host_us.items()})
 
 
 @pytest.mark.examples
 def test_no_plan_is_faster_than_its_bounds() -> None:
-    """On 160 random plans; with threads to choose freely the bound is no higher."""
+    """160 random plans show it; if threads are free the bound is not higher."""
     reached = 0
     for seed in seeds("plans", 80):
         rng = random.Random(seed)
@@ -56,7 +56,7 @@ def test_no_plan_is_faster_than_its_bounds() -> None:
 
 
 def test_threads_may_be_chosen_freely() -> None:
-    """Then all tasks share them as well as can be, and a task is not split."""
+    """All tasks then share them as well as possible, and no task is split."""
     own = lower_bounds(feeding(), costs(read=30, train=20))
     assert (own.ii_us, own.rec_mii_us, own.limiting) == (30.0, 0.0, "thread 'io': read")
     one = lower_bounds(feeding(), costs(read=30, train=20), threads=1)
@@ -78,7 +78,7 @@ def test_workers_share_the_work_of_their_group() -> None:
 
 
 def test_a_cycle_runs_on_the_device_or_on_the_host() -> None:
-    """The host does not wait for the device, so the two do not add up."""
+    """The host does not wait for the device; therefore the two do not add up."""
     model = CostModel({n: TaskCost(1, device_us=10) for n in ("prefetch", "forward", "step")})
     bounds = lower_bounds(loop(), model, streams=True)
     assert bounds.rec_mii_us == 15.0
@@ -100,7 +100,7 @@ def test_a_cycle_runs_on_the_device_or_on_the_host() -> None:
 def test_each_resource_bounds_the_interval(
     schedule: dict[str, object], cost: dict[str, object], words: str
 ) -> None:
-    """Twice 9 us on threads of their own are 18 us, and the simulator agrees."""
+    """Two works of 9 us on separate threads are 18 us, and the simulator agrees."""
     plan = PipelinePlan(
         {
             name: TaskSchedule(thread_group=name, **schedule)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def test_dependences_in_the_same_period_count_with_the_distance_of_the_stages() 
 
 
 def test_they_print_in_two_lines() -> None:
-    """With what sets each."""
+    """The lines name the cause of each."""
     text = lower_bounds(loop(), costs(prefetch=10e3, forward=10e3, step=8e3)).format()
     res, rec = text.splitlines()
     assert res == "ResMII: 10.000 ms, thread 'cache': prefetch"

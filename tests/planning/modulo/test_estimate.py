@@ -1,4 +1,4 @@
-"""The estimate of one period: what it says, and what sets it."""
+"""The estimate of one period, and its reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEPTH = 5
 
 
 def uncontended(number: int) -> Instance:
-    """An instance in which no resource goes to who comes first: the order of the plan decides."""
+    """Return an instance without contention, in which the order of the plan decides."""
     given = instance(number)
     costs = {
         name: replace(cost, gil_us=0.0, resources=())
@@ -46,9 +46,9 @@ def uncontended(number: int) -> Instance:
 
 
 def test_without_contention_no_estimate_is_too_low() -> None:
-    """The simulator's interval is never longer, and for most schedules as long.
+    """The simulator's interval is never longer, and for most schedules equal.
 
-    Waits for other threads, back-pressure and tasks that block included.
+    This includes waits for other threads, back-pressure and tasks that block.
     """
     exact = 0
     for number in range(12):
@@ -81,7 +81,7 @@ def test_a_wait_for_another_thread_costs_a_handover() -> None:
 
 
 def test_admission_is_waited_for_in_later_stages_too() -> None:
-    """A worker's task begins a period later: it takes at least so long to hear of it."""
+    """A worker's task begins a period later: it takes at least the time to wake up."""
     graph = host_work(100, 100, 100, chain=False, handover_us=1_000)
     estimator = Estimator(graph, threads=2, depth=3)
     estimator.cost((0, 1, 2), (0, 1, 0), (0, 1, 2))
@@ -89,7 +89,7 @@ def test_admission_is_waited_for_in_later_stages_too() -> None:
 
 
 def test_an_iteration_ends_when_the_last_worker_has_said_so() -> None:
-    """It hears of its task and ends it at 1,100; a period after the caller's 100 that is known."""
+    """The worker ends at 1,100; the caller's next period of 100 follows."""
     estimator = Estimator(host_work(100, 100, chain=False, handover_us=1_000), threads=2, depth=2)
     estimator.cost((0, 1), (1, 0), (0, 1))
     assert estimator.ii_us == 1_000 + 100 + 1_000 - 100
@@ -102,7 +102,7 @@ def test_an_iteration_ends_when_the_last_worker_has_said_so() -> None:
 def test_the_host_waits_for_the_device_where_it_may_not_run_ahead(
     run_ahead: int | None, blocks: bool, ii_us: float
 ) -> None:
-    """It launches for 300 us what takes 500; a task that blocks waits in any case."""
+    """It launches work of 500 us in 300 us; a task that blocks waits in any case."""
     plan = PipelinePlan({"a": TaskSchedule()}, run_ahead=run_ahead)
     costs = CostModel({"a": TaskCost(300, device_us=500, blocks=blocks)})
     graph = schedule_graph(resolve_plan(plan), costs, streams=True)
@@ -112,7 +112,7 @@ def test_the_host_waits_for_the_device_where_it_may_not_run_ahead(
 
 
 def test_a_schedule_above_the_limit_is_given_up() -> None:
-    """It costs infinity; at the limit itself it costs what it costs."""
+    """It costs infinity; at the limit itself it has its usual cost."""
     estimator = Estimator(host_work(300, 500), threads=1, depth=1)
     cost = estimator.cost((0, 1), (0, 0), (0, 0))
     assert estimator.cost((0, 1), (0, 0), (0, 0), limit_us=cost) == cost
@@ -120,7 +120,7 @@ def test_a_schedule_above_the_limit_is_given_up() -> None:
 
 
 def test_of_two_schedules_with_one_interval_that_with_less_waiting_costs_less() -> None:
-    """The worker's last task waits for the caller's, or for nothing since it is a stage on."""
+    """The worker's last task waits for the caller's task, or for nothing one stage later."""
     estimator = Estimator(host_work(100, 300, 100), threads=2, depth=2)
     waiting = estimator.cost((0, 1, 2), (1, 0, 1), (1, 1, 1))
     assert estimator.ii_us == 500
@@ -130,7 +130,7 @@ def test_of_two_schedules_with_one_interval_that_with_less_waiting_costs_less() 
 
 
 def test_critical_tasks_are_those_that_set_the_interval() -> None:
-    """The last one, and what it waited for; not the one on a thread of its own."""
+    """These are the last one and what it waited for, not the one on a separate thread."""
     estimator = Estimator(host_work(300, 500, 100), threads=2, depth=2)
     estimator.cost((2, 0, 1), (0, 0, 1), (0, 0, 1))
     assert estimator.ii_us == 800

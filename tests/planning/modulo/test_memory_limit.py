@@ -1,4 +1,4 @@
-"""A limit to memory: kept, and what it costs is told."""
+"""A limit of memory is kept, and its cost is reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def held_by(plan: PipelinePlan, costs: CostModel) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_plans_keep_the_limit(seed: int) -> None:
-    """Between what is held without one and the smallest peak, which a refusal names."""
+    """The limit is between the unlimited peak and the smallest one, which a refusal names."""
     work = MemoryWork(seed)
     free = auto_plan(work.plan, work.costs, streams=False, effort=0.02)
     with pytest.raises(PlanError, match="the smallest peak found is") as refused:
@@ -55,7 +55,7 @@ def test_both_ways_to_hold_less_are_taken(seed: int, limit: int, ii_us: float) -
 
 
 def two_tasks() -> tuple[PipelinePlan, CostModel]:
-    """One reads for as long as the other one works, and leaves a MiB."""
+    """Return a plan of two tasks of equal time, and costs; the first one leaves a MiB."""
     memory = TaskMemory((Block("read", "work", MIB, "x"),))
     costs = CostModel({"read": TaskCost(100), "work": TaskCost(100)}, memory=memory)
     plan = PipelinePlan({"read": TaskSchedule(), "work": TaskSchedule()}, deps=[("work", "read")])
@@ -77,7 +77,7 @@ def test_what_a_limit_costs_is_told() -> None:
 
 
 def test_less_run_ahead_is_tried_before_less_depth() -> None:
-    """What a stream is behind the host is held: with 2 MiB the host waits for the device."""
+    """Work that a stream has not done is held: with 2 MiB the host waits for the device."""
     memory = TaskMemory((Block("copy", "", MIB, "x"),))
     costs = CostModel(
         {"copy": TaskCost(100, device_us=100), "work": TaskCost(10, device_us=100)}, memory=memory
@@ -91,14 +91,14 @@ def test_less_run_ahead_is_tried_before_less_depth() -> None:
 
 
 def test_a_limit_that_cannot_be_kept_is_refused() -> None:
-    """With the smallest peak."""
+    """The error has the smallest peak."""
     plan, costs = two_tasks()
     with pytest.raises(PlanError, match="smallest peak found is 1 MiB, 1048576 bytes"):
         auto_plan(plan, costs, streams=False, limits=Limits(max_bytes=MIB - 1))
 
 
 def test_what_an_optimizer_keeps_is_no_part_of_it() -> None:
-    """It is there under any plan: with momentum, tasks need what they need without."""
+    """It exists under any plan: with momentum, tasks need the same."""
 
     def needed(momentum: float) -> int:
         layer = nn.Linear(256, 1, bias=False)

@@ -15,7 +15,7 @@ from tests.planning.modulo.graphs import graph_of, host_work
 
 
 def assert_valid(graph: ScheduleGraph, schedule: ModuloSchedule, threads: int, depth: int) -> None:
-    """All tasks once; no lag below 0; lag 0 in order; frozen tasks where they must be."""
+    """Check that all tasks occur once, no lag is below 0, and lags of 0 are in order."""
     place = {v: k for k, v in enumerate(schedule.order)}
     assert sorted(place) == list(range(graph.size))
     assert set(schedule.thread) <= set(range(threads))
@@ -30,7 +30,7 @@ def assert_valid(graph: ScheduleGraph, schedule: ModuloSchedule, threads: int, d
 
 @pytest.mark.parametrize("number", range(10))
 def test_moves_keep_dependences_and_limits(number: int) -> None:
-    """Hundreds of moves in a row, from the first schedule."""
+    """Hundreds of moves follow each other, from the first schedule."""
     given = instance(number, tight=True)
     graph, rng = graph_of(given), random.Random(number)
     threads, depth = given.limits.groups, given.limits.in_flight
@@ -48,7 +48,7 @@ def test_moves_keep_dependences_and_limits(number: int) -> None:
 
 
 def test_undo_goes_back_to_what_was_kept() -> None:
-    """Also after a move that was given up half-way."""
+    """This holds after a move that was abandoned half-way, too."""
     graph, rng = host_work(100, 200, 300, chain=False), random.Random(1)
     here = MovableSchedule(graph, ModuloSchedule((0, 0, 0), (0, 0, 0), (0, 1, 2)), 2, 2, rng.random)
     kept = here.schedule
@@ -73,7 +73,7 @@ def test_tasks_stay_on_their_threads_where_that_is_asked() -> None:
 
 
 def test_packed_tasks_fit_on_their_threads() -> None:
-    """No thread has more work than that, frozen tasks are the caller's; None where it cannot be."""
+    """No thread has more work, frozen tasks are the caller's; None if it is impossible."""
     graph, rng = host_work(300, 200, 200, 100, frozen=("d",)), random.Random(1)
     found = [
         packed(graph, (0, 1, 2, 3), 2, 500, lambda work: rng.choice([*work])) for _ in range(50)

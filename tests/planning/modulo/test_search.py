@@ -1,4 +1,4 @@
-"""The search under limits: its bounds, and plans of the schedules that it finds."""
+"""The search under limits: its bounds, and plans of its schedules."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.planning.modulo.graphs import graph_of, host_work
 
 
 def search_of(given: Instance, effort: float = 0.1) -> Search:
-    """A short search of the instance."""
+    """Return a short search of the instance."""
     return Search(given.plan, given.costs, graph_of(given), effort)
 
 
 @pytest.mark.parametrize("number", range(6))
 def test_what_is_found_has_the_simulators_interval_and_keeps_the_bound(number: int) -> None:
-    """For the limits given, and for lower ones after that."""
+    """This holds for the given limits, and for lower ones after that."""
     given = held_back(instance(number), number)
     search = search_of(given)
     threads, depth = given.limits.groups, given.limits.in_flight
@@ -54,20 +54,20 @@ def test_too_few_iterations_in_flight_have_no_bound() -> None:
 
 
 def test_fewer_iterations_in_flight_have_a_higher_bound() -> None:
-    """A chain of 15 ms on three threads: with one iteration in flight it takes 15 ms."""
+    """A chain of 15 ms on three threads takes 15 ms with one iteration in flight."""
     graph = host_work(5, 5, 5)
     assert [bounds_of(graph, 3, depth).ii_us for depth in (1, 2, 3)] == [15, 7.5, 5]
 
 
 def test_frozen_tasks_of_two_iterations_do_not_overlap() -> None:
-    """They are in one period, and what lies between them is, too."""
+    """They are in one period, and so is everything between them."""
     assert bounds_of(host_work(5, 5, 5, frozen=("a", "c")), 2).ii_us == 15
     assert bounds_of(host_work(5, 5, 5, frozen=("c",)), 2).ii_us == 10
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_the_least_load_is_that_of_the_best_distribution(number: int) -> None:
-    """All of them are tried."""
+    """All distributions are tried."""
     given = instance(number, size=6)
     graph = graph_of(given)
     for threads in (1, 2, 3):
@@ -82,12 +82,12 @@ def test_the_least_load_is_that_of_the_best_distribution(number: int) -> None:
 
 
 def test_of_many_tasks_the_mean_load_is_the_bound() -> None:
-    """Then a way to reach it can nearly always be found."""
+    """A distribution that reaches it nearly always exists."""
     assert least_load(host_work(*range(100, 126)), 2) == sum(range(100, 126)) / 2
 
 
 def test_groups_keep_names_that_their_tasks_had() -> None:
-    """Where that is free; else workers are numbered."""
+    """They do so if a name is free; otherwise workers are numbered."""
     plan = PipelinePlan(
         {"a": TaskSchedule(thread_group="io"), "b": TaskSchedule(), "c": TaskSchedule()}
     )
@@ -104,7 +104,7 @@ def test_groups_keep_names_that_their_tasks_had() -> None:
     [((0, 0), "deps"), ((0, 1), "same_period_deps")],
 )
 def test_a_same_period_pair_keeps_its_distance(stages: tuple[int, int], field: str) -> None:
-    """Where stages change it becomes a dependence of the same distance."""
+    """If stages change, it becomes a dependence of the same distance."""
     base = PipelinePlan(
         {"read": TaskSchedule(), "work": TaskSchedule(stage=stages[1])},
         same_period_deps=[("work", "read")],

@@ -1,4 +1,4 @@
-"""The maximum cycle ratio: known graphs, and every cycle of random ones tried."""
+"""The maximum cycle ratio: known graphs, and all cycles of random ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swpipe.planning.simulation.cycles import (
 
 
 def all_cycles(nodes: int, arcs: Sequence[Arc]) -> Iterator[list[Arc]]:
-    """Every simple cycle, from its least node on."""
+    """Yield every simple cycle, from its least node on."""
 
     def walk(path: list[Arc], begin: int) -> Iterator[list[Arc]]:
         for arc in arcs:
@@ -39,7 +39,7 @@ def all_cycles(nodes: int, arcs: Sequence[Arc]) -> Iterator[list[Arc]]:
 
 
 def random_graph(rng: random.Random, nodes: int) -> list[Arc]:
-    """Arcs forwards may have distance 0, or less than nothing; those back make up for it."""
+    """Return arcs; forward ones may have distances below 0, which backward ones compensate."""
     arcs = []
     for _ in range(3 * nodes):
         tail, head = rng.randrange(nodes), rng.randrange(nodes)
@@ -50,7 +50,7 @@ def random_graph(rng: random.Random, nodes: int) -> list[Arc]:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_it_is_the_greatest_ratio_of_all_cycles(seed: int) -> None:
-    """Exactly: as a fraction."""
+    """It is exact: a fraction."""
     rng = random.Random(seed)
     nodes = rng.randint(1, 6)
     arcs = random_graph(rng, nodes)
@@ -87,5 +87,5 @@ def test_ticks_add_up_exactly() -> None:
 
 
 def test_a_cycle_without_a_distance_allows_no_interval() -> None:
-    """Limits under which no plan exists have such a bound; it is not a division by zero."""
+    """Limits without a plan have such a bound; it is no division by zero."""
     assert ArcCycle((Arc(0, 1, 5, 1), Arc(1, 0, 5, -1))).ratio_us == math.inf

@@ -1,7 +1,7 @@
-"""The simulator against the engine itself, which runs on a virtual clock: equal to the nanosecond.
+"""The simulator compared with the engine on a virtual clock: equal to the nanosecond.
 
-Nothing is contended here: who comes first at one moment is the host's choice, and changes nothing.
-Where the order of launch counts, no two threads launch at one moment.
+Nothing is contended here: the order at one moment is the host's choice, and has no effect. If the
+order of launches matters, no two threads launch at one moment.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ LONG = 80
 """Iterations after which nearly every plan has settled."""
 
 LONGEST_CYCLE = 12
-"""Iterations after which a steady state begins again, at most."""
+"""The most iterations after which a steady state repeats."""
 
 STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
 
 
 def random_plan(seed: int) -> PipelinePlan:
-    """One in which only the caller's thread submits to the caller's stream.
+    """Return a random plan in which only the caller's thread submits to the caller's stream.
 
-    Every third has groups of several workers.
+    Every third plan has groups of several workers.
     """
     plan = replace((worked_case if seed % 3 == 1 else random_case)(seed).plan, keep=None)
     schedule = {
@@ -56,7 +56,7 @@ def random_plan(seed: int) -> PipelinePlan:
 
 
 def random_costs(seed: int, plan: PipelinePlan) -> CostModel:
-    """Whole microseconds on threads and on streams; some tasks take none, some block."""
+    """Return costs in whole microseconds; some tasks take no time, some block."""
     rng = random.Random(seed)
 
     def time_us() -> int:
@@ -71,7 +71,7 @@ def random_costs(seed: int, plan: PipelinePlan) -> CostModel:
 
 
 def costs_of_launches(seed: int, plan: PipelinePlan) -> CostModel:
-    """Every task launches at a moment of its own; many use a communicator, or two."""
+    """Return costs with which no two tasks launch together; many use a communicator, or two."""
     rng = random.Random(seed)
 
     def cost() -> TaskCost:
@@ -87,7 +87,7 @@ def costs_of_launches(seed: int, plan: PipelinePlan) -> CostModel:
 
 
 class Loop:
-    """A pipeline on a virtual clock, whose tasks take exactly what they cost."""
+    """A pipeline on a virtual clock, whose tasks take exactly their costs."""
 
     def __init__(
         self, plan: PipelinePlan, costs: CostModel, *, streams: bool, seed: int = 0
@@ -102,7 +102,7 @@ class Loop:
         )
 
     def spans(self, iterations: int) -> tuple[Span, ...]:
-        """A trace of a whole run."""
+        """Return the trace of a whole run."""
         with pytest.MonkeyPatch.context() as monkeypatch, self.pipe as pipe:
             tell_time(monkeypatch, self.host, self.device)
             with pipe.trace() as trace:
@@ -110,7 +110,7 @@ class Loop:
         return trace.spans
 
     def retired_ns(self, iterations: int) -> list[int]:
-        """When each iteration was handed out and done on the device, while more were coming."""
+        """Return when each iteration was retired and done on the device, in the steady state."""
         with pytest.MonkeyPatch.context() as monkeypatch, self.pipe as pipe:
             tell_time(monkeypatch, self.host, self.device)
             data, found = iter(range(iterations + pipe.plan.depth)), []
@@ -122,7 +122,7 @@ class Loop:
 
 
 def interval_us(retired_ns: list[int]) -> float | None:
-    """The steady interval, over a whole cycle; None if the run has not settled."""
+    """Return the steady interval over a whole cycle; None if the run has not settled."""
     for cycle in range(1, LONGEST_CYCLE + 1):
         steps = {
             late - early
@@ -135,10 +135,10 @@ def interval_us(retired_ns: list[int]) -> float | None:
 
 
 def turns(spans: Iterable[Span]) -> dict[tuple[str, int, Row], tuple[int, ...]]:
-    """What both can tell of each turn: start, end and wait; of some, only the end.
+    """Return what both show of each turn: start, end and wait, or only the end.
 
-    A trace counts back-pressure as part of ``<admit>``; and its device spans begin when the task's
-    function does, though the work may be given only later.
+    A trace counts back-pressure as part of ``<admit>``. Its device spans begin when the task's
+    function does, though the work may be submitted later.
     """
     return {
         (span.task, span.iteration, span.row): (span.end_ns,)
@@ -151,10 +151,10 @@ def turns(spans: Iterable[Span]) -> dict[tuple[str, int, Row], tuple[int, ...]]:
 @pytest.mark.examples
 @STREAMS
 def test_every_task_starts_and_ends_at_the_simulated_time(streams: bool) -> None:
-    """On random plans, from fill to drain, and how long each thread stood before it.
+    """Random plans agree from fill to drain, and so does the wait of each thread.
 
-    Where a device holds back admission, the engine finds out only when the device is done that
-    there is no further batch; the simulator knows: what comes after that is left out.
+    If a device holds back admission, the engine finds the end of the data only when the device is
+    done; the simulator knows it: later events are left out.
     """
     for seed in seeds("plans", 24):
         plan = random_plan(seed)
@@ -168,11 +168,11 @@ def test_every_task_starts_and_ends_at_the_simulated_time(streams: bool) -> None
 
 @pytest.mark.examples
 def test_device_work_is_done_in_the_order_of_launch() -> None:
-    """On the caller's stream, and with a communicator on several, whichever threads launch it.
+    """This holds on the caller's stream, and for a communicator on several streams and threads.
 
-    Not compared are plans in which the engine gives the caller's stream a wait for an event when a
-    task begins, and another thread its work before that task launches; and the end of the work of a
-    task that blocks, for which a trace takes the event when the task returns.
+    Two cases are not compared: plans in which the engine gives the caller's stream a wait for an
+    event when a task begins, and another thread its work before that task launches; and the end of
+    the work of a task that blocks, for which a trace takes the event when the task returns.
     """
     queues = 0
     for seed in seeds("plans", 40):
@@ -193,7 +193,7 @@ def test_device_work_is_done_in_the_order_of_launch() -> None:
 
 
 def waits_on_a_shared_stream(program: Program) -> bool:
-    """Whether several threads use the caller's stream, and a task there waits for an event."""
+    """Return whether several threads use the caller's stream, with an event wait there."""
     there = [ins for ins in program.instructions.values() if ins.stream is None]
     waits = [wait for ins in there if ins.task not in OWN for wait in ins.event_waits]
     several = len({ins.lane for ins in there if ins.task not in SOURCES}) > 1
@@ -203,7 +203,7 @@ def waits_on_a_shared_stream(program: Program) -> bool:
 @pytest.mark.examples
 @STREAMS
 def test_the_steady_interval_is_the_simulated_one(streams: bool) -> None:
-    """On random plans, over a whole cycle of the steady state."""
+    """Random plans agree over a whole cycle of the steady state."""
     settled = 0
     for seed in seeds("plans", 12):
         plan = random_plan(seed)
@@ -221,7 +221,7 @@ def test_the_steady_interval_is_the_simulated_one(streams: bool) -> None:
 def test_what_planners_promise_of_the_published_step_is_kept(
     planner: Callable[..., Any], run_ahead: int | None
 ) -> None:
-    """Its collectives run in the order of launch, on whichever stream they are."""
+    """Its collectives run in the order of launch, on any stream."""
     costs = recsys14.costs()
     plan = replace(recsys14.plan(), run_ahead=run_ahead)
     found = planner(plan, costs, limits=recsys14.limits())
@@ -230,7 +230,7 @@ def test_what_planners_promise_of_the_published_step_is_kept(
 
 @pytest.mark.parametrize("threads", HSTU_THREAD_MAPS)
 def test_the_plan_of_hstu_has_the_depth_that_it_needs(threads: str) -> None:
-    """By the published costs it takes 111 ms at most; more ahead, of either kind, gains nothing."""
+    """By the published costs it takes 111 ms at most; more depth or run-ahead gains nothing."""
     schedule = hstu_schedule(prefetch=True, prefetch_depth=1, shuffled=True)
     plan = hstu_plan(schedule, threads)
     costs = recsys14.hstu_costs()

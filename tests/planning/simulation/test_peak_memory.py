@@ -1,4 +1,4 @@
-"""What a plan is predicted to hold at most, against what the engine is seen to hold."""
+"""The predicted peak memory of plans, compared with that of their runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from swpipe.planning import simulate
 from tests.support.memory_work import MemoryWork
 
 ORDERS = 2
-"""In which threads that can run at one moment go."""
+"""The orders of threads that can run at one moment."""
 
 
 def peaks(seed: int, orders: int, *, keeps_all: bool = True) -> tuple[int, list[int]]:
-    """What is predicted of a random plan, and what it holds in several orders."""
+    """Return the predicted peak of a random plan, and the peaks of several orders."""
     work, measured = MemoryWork(seed, keeps_all=keeps_all), []
     for order in range(orders):
         work.run(order)
@@ -27,13 +27,13 @@ def peaks(seed: int, orders: int, *, keeps_all: bool = True) -> tuple[int, list[
 
 
 def test_random_plans_hold_what_is_predicted() -> None:
-    """No order of what happens at one moment holds more, and one holds nearly as much."""
+    """No order of simultaneous events holds more, and one holds nearly as much."""
     found = {seed: peaks(seed, ORDERS) for seed in range(4)}
     assert {s: (p, m) for s, (p, m) in found.items() if not 0.9 * p <= max(m) <= p} == {}
 
 
 def test_random_plans_with_keep_hold_what_is_predicted() -> None:
-    """Within a tenth: a value that several threads use goes at a place after all of them.
+    """The prediction is within a tenth: a value of several threads is freed after all of them.
 
     231 and 315 keep a value under a second name, after the users of the first one.
     """
@@ -43,7 +43,7 @@ def test_random_plans_with_keep_hold_what_is_predicted() -> None:
 
 @pytest.mark.parametrize("keeps_all", [True, False])
 def test_no_run_of_a_random_plan_holds_more_than_its_bound(*, keeps_all: bool) -> None:
-    """Whatever its tasks' times: more than any run, and more than what is predicted of one."""
+    """The bound is above any run, with any times, and above what is predicted of one."""
     for seed in range(12):
         work = MemoryWork(seed, keeps_all=keeps_all)
         assert work.costs.memory is not None
@@ -60,7 +60,7 @@ def test_no_run_of_a_random_plan_holds_more_than_its_bound(*, keeps_all: bool) -
 
 
 def three_tasks(depth: int) -> tuple[PipelinePlan, CostModel]:
-    """A thread reads 1 MiB in 1 us, which the other one needs for 100 us to be done with."""
+    """Return a plan whose reads of 1 us leave 1 MiB, which the caller needs for 100 us."""
     memory = TaskMemory((Block("read", "", 2**20, "x"), Block("work", "", 2**10)), {"work": 2**19})
     costs = CostModel(
         {"read": TaskCost(1), "work": TaskCost(99), "log": TaskCost(1)}, memory=memory
@@ -88,7 +88,7 @@ def test_each_iteration_in_flight_holds_its_own(depth: int) -> None:
 
 
 def test_a_plan_with_streams_holds_what_a_task_removes() -> None:
-    """Until the iteration is retired; without streams until the end of that task."""
+    """It is held until the iteration is retired, and without streams until that task ends."""
     plan, costs = three_tasks(2)
     memory = TaskMemory((Block("read", "work", 2**20, "x", removed=True), Block("log", "", 2**20)))
     costs = CostModel(costs.tasks, memory=memory)

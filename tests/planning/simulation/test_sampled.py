@@ -1,4 +1,4 @@
-"""Plans over sampled iterations: what alternates, what is slow together, what comes in bursts."""
+"""Plans over sampled iterations: alternating times, tasks slow together, and bursts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swpipe.planning.simulation.interval import interval_us
 
 
 def plan(depth: int, **changes: TaskSchedule) -> PipelinePlan:
-    """Reads ahead of training, on a thread of its own."""
+    """Return a plan that reads ahead of training, on a separate thread."""
     schedule = {"read": TaskSchedule(thread_group="io"), "train": TaskSchedule(stage=1)}
     return PipelinePlan(
         {**schedule, **changes},
@@ -24,7 +24,7 @@ def plan(depth: int, **changes: TaskSchedule) -> PipelinePlan:
 
 
 def costs(read: tuple[float, ...], train: tuple[float, ...], **more: float) -> CostModel:
-    """Means, and the tables."""
+    """Return means and tables of costs."""
     each = {"read": read, "train": train}
     return CostModel(
         {n: TaskCost(sum(us) / len(us), host_each_us=us, **more) for n, us in each.items()}
@@ -32,7 +32,7 @@ def costs(read: tuple[float, ...], train: tuple[float, ...], **more: float) -> C
 
 
 def by_hand_us(read: tuple[float, ...], train: tuple[float, ...], depth: int) -> float:
-    """The recurrence of two threads, of which reading is ``depth`` - 1 iterations ahead at most."""
+    """Return the interval of two threads, of which reading is at most ``depth`` - 1 ahead."""
     done = [0.0, 0.0]
     ends: list[float] = []
     for i in range(40 * len(read)):
@@ -55,14 +55,14 @@ TABLES = {
 @pytest.mark.parametrize("depth", [2, 3, 8])
 @pytest.mark.parametrize("name", TABLES)
 def test_an_interval_is_that_of_the_sampled_iterations(name: str, depth: int) -> None:
-    """As by hand; what is slow in one iteration is slow together."""
+    """It equals a manual calculation; what is slow in one iteration is slow together."""
     read, train = TABLES[name]
     found = simulate(plan(depth), costs(read, train), streams=False)
     assert found.ii_us == pytest.approx(by_hand_us(read, train, depth))
 
 
 def test_planners_search_by_the_means() -> None:
-    """A table does not change what they compare; the simulator judges what they found."""
+    """A table does not change their comparison; the simulator judges the result."""
     alternating = costs((2.0, 22.0), (12.0, 12.0))
     assert interval_us(plan(2), alternating, streams=False) == pytest.approx(12.0)
     assert simulate(plan(2), alternating, streams=False).ii_us == pytest.approx(17.0)
@@ -70,10 +70,10 @@ def test_planners_search_by_the_means() -> None:
 
 
 def test_the_interpreter_lock_is_held_for_the_same_part_of_each_run() -> None:
-    """Where it is held all the time, two threads are no faster than one."""
+    """If it is held all the time, two threads are no faster than one."""
     held = costs((2.0, 22.0), (22.0, 2.0), gil_us=12.0)
     assert simulate(plan(3), held, streams=False).ii_us == pytest.approx(24.0)
-    # A short run lets go of it as early.
+    # A short run frees it as early.
     reads = [span for span in simulate(plan(3), held, streams=False).spans if span.task == "read"]
     assert [span.start_ns for span in reads[:2]] == [0, 2_000]
     free = costs((2.0, 22.0), (22.0, 2.0))
@@ -81,7 +81,7 @@ def test_the_interpreter_lock_is_held_for_the_same_part_of_each_run() -> None:
 
 
 def test_device_work_has_a_table_of_its_own() -> None:
-    """A stream that is busy for 4 and for 20 in turns."""
+    """A stream is busy for 4 and for 20 alternately."""
     model = costs((1.0, 1.0), (1.0, 1.0))
     train = replace(model.tasks["train"], device_us=12.0, device_each_us=(4.0, 20.0))
     model = replace(model, tasks={**model.tasks, "train": train})
@@ -90,7 +90,7 @@ def test_device_work_has_a_table_of_its_own() -> None:
 
 
 def test_a_timeline_shows_iterations_as_they_differ() -> None:
-    """One after the other, and again."""
+    """They follow each other, and repeat."""
     spans = simulate(plan(2), costs((2.0, 22.0), (12.0, 12.0)), streams=False).spans
     reads = [span.duration_ns for span in spans if span.task == "read"]
     assert reads[:4] == [2_000, 22_000, 2_000, 22_000]

@@ -1,4 +1,4 @@
-"""Simulated timelines and intervals: properties of random plans, and hand-computed cases."""
+"""Simulated timelines and intervals: properties of random plans, and cases with known results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ITERATIONS = 12
 
 
 def random_costs(rng: random.Random, plan: PipelinePlan) -> CostModel:
-    """Uncontended: nobody holds the lock or a resource."""
+    """Return costs without contention: no lock and no resource."""
 
     def time_us() -> float:
         return rng.choice((0.0, rng.randint(1, 20), rng.uniform(0, 50)))
@@ -41,7 +41,7 @@ def random_costs(rng: random.Random, plan: PipelinePlan) -> CostModel:
 
 
 def at(simulation: Simulation, task: str, iteration: int, kind: str = "thread") -> Span:
-    """One task's turn."""
+    """Return the span of a task."""
     (span,) = [
         span
         for span in simulation.spans
@@ -51,12 +51,12 @@ def at(simulation: Simulation, task: str, iteration: int, kind: str = "thread") 
 
 
 def us(span: Span) -> tuple[float, float]:
-    """Start and end in microseconds."""
+    """Return start and end in microseconds."""
     return span.start_ns / 1e3, span.end_ns / 1e3
 
 
 def feeding(depth: int = 2, group: str = "io") -> PipelinePlan:
-    """Read ahead while training."""
+    """Return a plan that reads ahead while training."""
     return PipelinePlan(
         schedule={"read": TaskSchedule(0, thread_group=group), "train": TaskSchedule(1)},
         deps=[("train", "read")],
@@ -67,7 +67,7 @@ def feeding(depth: int = 2, group: str = "io") -> PipelinePlan:
 @pytest.mark.examples
 @pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
 def test_the_interval_is_that_of_a_long_run(streams: bool) -> None:
-    """An exact interval is that of the later part of a run of many iterations."""
+    """It is that of the later part of a run of many iterations."""
     for seed in seeds("plans", 24):
         rng = random.Random(seed)
         plan = random_case(seed).plan
@@ -82,12 +82,12 @@ def test_the_interval_is_that_of_a_long_run(streams: bool) -> None:
 
 
 def done_us(simulation: Simulation, iteration: int) -> float:
-    """When all of an iteration's work was done."""
+    """Return when all work of an iteration was done."""
     return max(s.end_ns for s in simulation.spans if s.iteration == iteration) / 1e3
 
 
 def contended_costs(rng: random.Random, plan: PipelinePlan) -> CostModel:
-    """Most tasks need the lock, half of them a resource."""
+    """Return costs in which most tasks need the lock, and half of them a resource."""
 
     def cost() -> TaskCost:
         host = rng.choice((0, rng.randint(1, 20), rng.uniform(0, 50)))
@@ -99,7 +99,7 @@ def contended_costs(rng: random.Random, plan: PipelinePlan) -> CostModel:
 
 @pytest.mark.examples
 def test_whatever_does_one_thing_at_a_time_does_so() -> None:
-    """Threads and streams; the lock in the first part of host work, a resource in all of a work."""
+    """These are threads, streams, the lock in a part of host work, and a resource in all work."""
     for seed in seeds("plans", 24):
         rng = random.Random(seed)
         plan = random_case(seed).plan
@@ -186,14 +186,14 @@ def test_the_busier_of_two_threads_sets_the_interval() -> None:
 
 
 def test_a_thread_that_waited_wakes_later() -> None:
-    """By ``handover_us``, on the way from read to train."""
+    """It wakes ``handover_us`` later, on the way from read to train."""
     costs = CostModel({"read": TaskCost(10), "train": TaskCost(5)}, handover_us=2)
     found = simulate(feeding(), costs, streams=False)
     assert us(at(found, "train", 0))[0] == us(at(found, "read", 0))[1] + 2
 
 
 def test_a_host_that_may_not_run_ahead_is_reported_as_a_cycle_through_admission() -> None:
-    """At depth 1 the device idles while the host launches, unless it may do so ahead."""
+    """At depth 1 the device idles while the host launches, unless the host may run ahead."""
     plan = PipelinePlan({"train": TaskSchedule()}, pipeline_depth=1, run_ahead=0)
     costs = CostModel({"train": TaskCost(5, device_us=50)})
     found = simulate(plan, costs)
@@ -218,7 +218,7 @@ def test_only_the_part_that_needs_the_lock_waits_for_it() -> None:
 
 
 def test_a_named_resource_is_used_by_one_at_a_time() -> None:
-    """Two streams, one communicator."""
+    """Two streams share one communicator."""
     plan = PipelinePlan(
         {"dist": TaskSchedule(0, stream="net"), "reduce": TaskSchedule(1)},
         deps=[("reduce", "dist")],
@@ -236,7 +236,7 @@ def test_a_named_resource_is_used_by_one_at_a_time() -> None:
 
 
 def test_host_work_gets_a_resource_when_it_asks_first() -> None:
-    """Of a thread and a stream; the stream's own work keeps the order of launch."""
+    """A thread and a stream compete; the stream's own work keeps the order of launch."""
     plan = PipelinePlan(
         {"read": TaskSchedule(thread_group="io"), "copy": TaskSchedule()}, pipeline_depth=3
     )
@@ -253,7 +253,7 @@ def test_host_work_gets_a_resource_when_it_asks_first() -> None:
 
 
 def test_a_task_that_blocks_returns_when_its_device_work_is_done() -> None:
-    """The device then waits for the host in turn, on whatever thread that is."""
+    """The device then waits for the host, on any thread."""
     plan = PipelinePlan({"train": TaskSchedule(), "log": TaskSchedule()}, order=["train", "log"])
     tasks = {"train": TaskCost(5, device_us=50), "log": TaskCost(7)}
     assert simulate(plan, CostModel(tasks)).ii_us == 50.0
@@ -270,7 +270,7 @@ def test_a_task_that_blocks_returns_when_its_device_work_is_done() -> None:
 
 
 def test_the_timeline_is_a_trace_and_prints() -> None:
-    """The interval of the trace is the simulation's; all tasks of the requested iterations."""
+    """Its interval is the simulation's; it has all tasks of the requested iterations."""
     costs = CostModel({"read": TaskCost(3e3), "train": TaskCost(2e3)})
     found = simulate(feeding(), costs, iterations=7)
     assert {s.iteration for s in found.spans if s.task == RETIRE} == set(range(found.iterations))
@@ -284,7 +284,7 @@ def test_the_timeline_is_a_trace_and_prints() -> None:
 
 
 def test_a_cycle_is_reported_with_tasks_and_iterations() -> None:
-    """Each waits for the one before it."""
+    """Each of them waits for the previous one."""
     plan = PipelinePlan(
         {
             "prefetch": TaskSchedule(0, thread_group="cache"),
@@ -335,7 +335,7 @@ def test_tasks_can_cost_nothing() -> None:
 def test_an_uncontended_interval_is_not_simulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A planner asks thousands of times; the bench tells how long one answer takes."""
+    """A planner simulates thousands of times; the bench reports the time of one call."""
     monkeypatch.setattr(swpipe.planning.simulation.interval, "EventSimulator", None)
     costs = CostModel({"read": TaskCost(50.0, device_us=300.0), "train": TaskCost(90.0)})
     program = compile_plan(resolve_plan(feeding(group="default")), streams=True)

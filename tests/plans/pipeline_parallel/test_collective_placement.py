@@ -1,4 +1,4 @@
-"""Where parameters are gathered and freed, and gradients reduced, and how long that takes."""
+"""The places where parameters are gathered and freed, and gradients reduced, and their times."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def looped(n_ranks: int, n_micro: int, per_rank: int) -> PipelineSchedule:
 
 
 def costs(unshard: float, reduce: float) -> PipelineCosts:
-    """Passes of 1 ms and a link that collectives take so long."""
+    """Return costs with passes of 1 ms, and a link with collectives of this length."""
     return PipelineCosts(1, 1, 1, hop=0, unshard=unshard, reduce=reduce, max_mem=math.inf)
 
 
@@ -55,7 +55,7 @@ def counts(schedule: PipelineSchedule) -> Counter[str]:
 
 
 def test_each_stage_is_gathered_once_where_there_is_room() -> None:
-    """And freed at the end, and reduced once; the passes are as they were."""
+    """It is freed at the end, and reduced once; the passes do not change."""
     schedule = looped(2, 3, 4)
     placed = place_collectives(schedule)
     assert counts(placed) == {"UNSHARD": 8, "RESHARD": 8, "REDUCE_GRAD": 8}
@@ -64,14 +64,14 @@ def test_each_stage_is_gathered_once_where_there_is_room() -> None:
 
 @pytest.mark.parametrize("room", [1, 2, 3])
 def test_a_rank_holds_no_more_stages_than_there_is_room_for(room: int) -> None:
-    """The stage that is needed last makes room: of four in turns, with room for 3, one by one."""
+    """The stage that is needed last makes room, for example among four with room for 3."""
     placed = place_collectives(looped(2, 3, 4), max_unsharded=room)
     assert [held(placed, rank) for rank in (0, 1)] == [room, room]
     check_schedule(placed, costs(5, 5))
 
 
 def test_the_stage_that_is_needed_last_makes_room() -> None:
-    """Stages 0, 1, 2, 2, 1, 0 with room for two: 0 leaves for 2, and 1 or 2 for 0."""
+    """Stages 0, 1, 2, 2, 1, 0 have room for two: 0 leaves for 2, and 1 or 2 for 0."""
     placed = place_collectives(looped(1, 1, 3), max_unsharded=2)
     first = [str(e) for e in placed.rows[0] if isinstance(e, Communication)][:4]
     assert first == ["0UNSHARD", "1UNSHARD", "0RESHARD", "2UNSHARD"]
@@ -79,7 +79,7 @@ def test_the_stage_that_is_needed_last_makes_room() -> None:
 
 
 def test_collectives_take_the_link_one_by_one_while_passes_run() -> None:
-    """A pass waits for its stage, and nothing waits for a reduction but the end of the step."""
+    """A pass waits for its stage; only the end of the step waits for a reduction."""
     text = "0UNSHARD,1UNSHARD,0F0,1F0,1B0,1REDUCE_GRAD,0B0,0REDUCE_GRAD,0RESHARD,1RESHARD"
     report = check_schedule(PipelineSchedule.from_csv(text), costs(5, 3))
     times = {str(one.action): (one.start, one.end) for one in report.times[0]}
@@ -94,7 +94,7 @@ def test_collectives_take_the_link_one_by_one_while_passes_run() -> None:
 
 
 def test_a_rank_reduces_one_stage_at_a_time() -> None:
-    """A slow reduction delays no pass of the rank, but the next reduction, and what follows it."""
+    """A slow reduction delays no pass of the rank, but the next reduction and its successors."""
     text = "0F0,1F0,2F0,2B0,2REDUCE_GRAD,1B0,1REDUCE_GRAD,0B0,0REDUCE_GRAD"
     report = check_schedule(PipelineSchedule.from_csv(text), costs(5, 5))
     times = {str(one.action): (one.start, one.end) for one in report.times[0]}
@@ -106,7 +106,7 @@ def test_a_rank_reduces_one_stage_at_a_time() -> None:
 
 
 def test_a_stage_is_reduced_after_its_last_weight_gradients() -> None:
-    """At once, and before it is freed."""
+    """It is reduced at once, and before it is freed."""
     placed = place_collectives(looped(2, 3, 4), max_unsharded=3)
     for row in placed.rows:
         for at, entry in enumerate(row):

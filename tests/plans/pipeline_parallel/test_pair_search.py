@@ -22,7 +22,7 @@ ONE_RANK = "0F0,1F0,(0F1;1B0)OVERLAP_F_B,0B0,1F1,1B1,0B1"
 
 
 def test_a_pair_takes_its_own_time() -> None:
-    """Of its F's stage; without one that of both parts, and never less than the longer."""
+    """It is given for the F's stage; else it is the sum, and never less than the longer part."""
     schedule = PipelineSchedule.from_csv(ONE_RANK)
     both = 4 * 20 + 4 * 30
     for pair, took in ((None, 50), (42, 42), ([44, 1], 44), (1, 30)):
@@ -33,12 +33,12 @@ def test_a_pair_takes_its_own_time() -> None:
     assert [one.task for one in report.trace().spans][2] == "0F+1B"
     with pytest.raises(ScheduleError, match="pair has 3 numbers"):
         check_schedule(schedule, replace(COSTS, pair=[1, 1, 1]))
-    with pytest.raises(ScheduleError, match="pair is 0: a number above 0"):
+    with pytest.raises(ScheduleError, match="pair is 0: give a number above 0"):
         replace(COSTS, pair=0)
 
 
 def test_a_pair_waits_for_what_both_parts_need() -> None:
-    """Its results are there when both are done."""
+    """Its results exist when both are done."""
     text = "0F0,(0F1;1B0)OVERLAP_F_B,0B0,0B1,1B1"
     with pytest.raises(ScheduleError, match="1F0 is missing on rank 0"):
         PipelineSchedule.from_csv(text)
@@ -52,13 +52,13 @@ def test_a_pair_waits_for_what_both_parts_need() -> None:
 
 
 def pairs_of(schedule: PipelineSchedule) -> int:
-    """How many."""
+    """Return the number of pairs."""
     return sum(isinstance(entry, Pair) for row in schedule.rows for entry in row)
 
 
 @pytest.mark.parametrize("objective", ["makespan", "period"])
 def test_the_planner_pairs_where_it_pays(objective: str) -> None:
-    """Never worse than without pairs, or than DualPipe-V; pairs that cost more are not made."""
+    """The result is never worse than without pairs, or than DualPipe-V."""
     alone = plan_v_schedule(2, 8, COSTS, objective=objective, effort=0.01)  # type: ignore[arg-type]
     assert pairs_of(alone.schedule) == 0
     for pair in (35, 48, 50):

@@ -19,7 +19,7 @@ from tests.plans.pipeline_parallel.zbv_figures import MEMORY, PUBLISHED, Publish
 
 
 def graph(n: int, m: int, **changes: object) -> PipelineGraph:
-    """A generator with equal costs."""
+    """Return a generator with equal costs."""
     values = dict(f_cost=1000, b_cost=1000, w_cost=1000, c_cost=1)  # noqa: C408
     memory = dict(zip(("f_mem", "b_mem", "w_mem"), MEMORY, strict=True))
     return PipelineGraph(n, m, **(values | memory | changes))  # type: ignore[arg-type]
@@ -27,7 +27,7 @@ def graph(n: int, m: int, **changes: object) -> PipelineGraph:
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: "-".join(map(str, row[:6])))
 def test_published_figures_are_met_exactly(row: Published) -> None:
-    """Bubble and makespan of each configuration, as the independent checker times the order."""
+    """They are bubble and makespan of each configuration, timed by the independent checker."""
     report = check_schedule(PipelineSchedule.from_nodes(row.graph.get_v_schedule()), row.costs)
     assert (report.bubble, report.makespan) == (row.bubble, row.makespan)
     work = 2 * row.m * (row.f + row.b + row.w)
@@ -36,7 +36,7 @@ def test_published_figures_are_met_exactly(row: Published) -> None:
 
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_every_number_of_microbatches_has_a_valid_schedule(n: int) -> None:
-    """From one microbatch on, also where there are fewer than stages."""
+    """This holds from one microbatch on, also for fewer microbatches than stages."""
     costs = PipelineCosts(1000, 1200, 800, 50, *MEMORY)
     for m in range(1, 3 * n + 1):
         nodes = graph(n, m, b_cost=1200, w_cost=800, c_cost=50).get_v_schedule()
@@ -49,7 +49,7 @@ def test_every_number_of_microbatches_has_a_valid_schedule(n: int) -> None:
 
 
 def test_attempt_unpacks_as_in_the_seed() -> None:
-    """Raw chunks; ends by get_id; the second pass is never worse than the first."""
+    """It has raw chunks; ends by get_id; the second pass is never worse than the first."""
     one = graph(4, 8)
     schedule, end_time, max_bubble = one.try_v_schedule()
     assert schedule[0][0] == (0, 0, 0)
@@ -62,7 +62,7 @@ def test_attempt_unpacks_as_in_the_seed() -> None:
 
 
 def test_the_schedule_is_printed_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Stages, microbatches, costs, passes that memory holds, and the bubble."""
+    """The line has stages, microbatches, costs, passes that memory holds, and the bubble."""
     made = graph(4, 8)
     run_time = made.get_v_schedule(only_run_time=True)
     assert capsys.readouterr().out == ""
@@ -100,7 +100,7 @@ def test_nodes_have_communication_validation_and_rollback() -> None:
 
 
 def test_too_little_memory_for_the_method_is_an_error_that_names_another() -> None:
-    """The published code dies on an assertion below 2 * n * f."""
+    """The published code fails on an assertion below 2 * n * f."""
     with pytest.raises(ScheduleError, match="finds no schedule of 8 .* plan_v_schedule finds one"):
         graph(4, 8, max_mem=3 * MEMORY[0]).get_v_schedule()
 

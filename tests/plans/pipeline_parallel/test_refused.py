@@ -1,4 +1,4 @@
-"""What schedules, costs, planners and torch's orders are refused for: the call, its words."""
+"""Calls of schedules, costs, planners and torch's orders that are refused, with the words."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ GRAPHS: list[tuple[dict[str, Any], str]] = [
 
 PLANS: list[tuple[dict[str, Any], str]] = [
     ({"n_stage": 0}, "n_stage is 0"),
-    ({"objective": "time"}, "objective is 'time': makespan, period or bubble"),
+    ({"objective": "time"}, "objective is 'time': give makespan, period or bubble"),
     ({"effort": 0}, "effort is 0"),
     (
         {"costs": PipelineCosts(f_mem=2, max_mem=3.9)},
@@ -84,7 +84,7 @@ PLANS: list[tuple[dict[str, Any], str]] = [
 ORDERS: list[tuple[Any, int, int, str]] = [
     ("1f1b", 4, 3, "at least 4 microbatches, and n_micro is 3"),
     ("interleaved", 2, 5, "multiple of the number of rounds"),
-    ("zb", 2, 4, "order is 'zb': one of 1f1b, interleaved"),
+    ("zb", 2, 4, "order is 'zb': give one of 1f1b, interleaved"),
     ("zbv", 0, 4, "n_ranks is 0"),
 ]
 
@@ -119,7 +119,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 
 @pytest.mark.parametrize(("call", "words"), REFUSED)
 def test_what_is_refused(call: Callable[[], Any], words: str) -> None:
-    """In one line, which names the cell, the action or the field, and the rule."""
+    """The error is one line with the cell, the action or the field, and the rule."""
     with pytest.raises(ScheduleError, match=words) as caught:
         call()
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""What check_schedule computes, and what it refuses."""
+"""The results of check_schedule, and the schedules that it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ V2 = "0F0,3F0,3I0,0I0,0W0,3W0\n1F0,2F0,2B0,1B0\n"
 
 
 def checked(text: str, costs: PipelineCosts = COSTS) -> ScheduleReport:
-    """The report on a schedule that is written as CSV."""
+    """Return the report on a schedule that is given as CSV."""
     return check_schedule(PipelineSchedule.from_csv(text), costs)
 
 
@@ -83,7 +83,7 @@ def test_memory_above_the_limit_is_refused() -> None:
 
 
 def test_memory_may_differ_by_stage_and_be_computed_once_more() -> None:
-    """I keeps for W what it has computed once more; a pass may need more while it runs."""
+    """I keeps for W what it has recomputed; a pass may need more while it runs."""
     bytes_of = {"f_mem": (100, 10, 10, 10), "b_mem": (0, 30, -10, 40), "w_mem": (-100, -40, 0, -50)}
     costs = replace(COSTS, **bytes_of)  # type: ignore[arg-type]
     assert checked(V2, costs).peak_memory == (150, 40)  # at 3I0; 2B0, and then the I of 1B0
@@ -96,7 +96,7 @@ def test_memory_may_differ_by_stage_and_be_computed_once_more() -> None:
     with pytest.raises(ScheduleError, match="3I0 takes rank 0 to a memory of 150, above .* = 149"):
         checked(V2, replace(costs, max_mem=149))
     for wrong, told in (
-        ({"b_mem": (0, 31, -10, 40)}, r"f_mem \+ b_mem \+ w_mem is 1: at most 0"),
+        ({"b_mem": (0, 31, -10, 40)}, r"f_mem \+ b_mem \+ w_mem is 1: give a sum of at most 0"),
         ({"b_mem": (-1, -1)}, "have different lengths"),
         ({"work_mem": -1}, "work_mem is -1: 0 or a number above"),
     ):
@@ -112,7 +112,7 @@ def test_csv_returns_the_same_schedule() -> None:
 
 
 def test_a_schedule_is_read_from_a_file(tmp_path: Path) -> None:
-    """A path is a file, a str the text; what is no text is refused."""
+    """A path is a file, a str is the text; other text is refused."""
     file = tmp_path / "v.csv"
     file.write_text(V2)
     assert PipelineSchedule.from_csv(file) == PipelineSchedule.from_csv(V2)
@@ -122,7 +122,7 @@ def test_a_schedule_is_read_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_report_is_a_trace(tmp_path: Path) -> None:
-    """One row per rank, with waits; it is saved and read back."""
+    """It has one row per rank, with waits; it can be saved and read back."""
     trace = checked(V2, PipelineCosts(1, 2, 3, 0.5)).trace(unit_s=1e-3)
     assert [lane.row.name for lane in trace.lanes()] == ["rank 0", "rank 1"]
     spans = {span.task: span for span in trace.spans}

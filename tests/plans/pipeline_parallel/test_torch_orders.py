@@ -25,7 +25,7 @@ from tests.support.scripts import Script, Scripts
 
 
 def test_bubbles_of_torch_zbv_are_the_known_ones() -> None:
-    """Torch's fixed order under the costs of each configuration."""
+    """Torch's fixed order has them under the costs of each configuration."""
     bubbles = [
         check_schedule(torch_schedule("zbv", row.n, row.m), row.costs).bubble for row in PUBLISHED
     ]
@@ -45,7 +45,7 @@ def test_torch_orders_are_valid(order: TorchOrder) -> None:
 def test_a_torch_without_an_order_is_told(
     module: ModuleType | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no such class, or no such module; a plan goes without its orders."""
+    """It has no such class or module; a plan works without its orders."""
     monkeypatch.setitem(sys.modules, "torch.distributed.pipelining", module)
     with pytest.raises(ScheduleError, match="this torch has no .*ScheduleZBVZeroBubble: upgrade"):
         torch_schedule("zbv", 2, 4)
@@ -55,7 +55,7 @@ def test_a_torch_without_an_order_is_told(
 
 
 def test_placements() -> None:
-    """One stage per rank, a loop, and two Vs."""
+    """They are one stage per rank, a loop, and two Vs."""
     places = {order: torch_schedule(order, 2, 4).placement for order in get_args(TorchOrder)}
     assert places == {
         "1f1b": (0, 1),
@@ -69,7 +69,7 @@ def test_placements() -> None:
 
 
 def test_1f1b_is_the_textbook_order() -> None:
-    """All microbatches are there on the last rank too."""
+    """The last rank has all microbatches, too."""
     assert str(torch_schedule("1f1b", 2, 3)) == ("0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2")
 
 
@@ -89,7 +89,7 @@ ONE_RANK = (
 
 
 def test_torchs_own_file_is_read() -> None:
-    """As its runtime writes it, with communication and pairs; what is written is read again."""
+    """Its runtime writes communication and pairs; what is written can be read again."""
     schedule = PipelineSchedule.from_csv(ONE_RANK)
     assert schedule.to_csv() == ONE_RANK
     assert str(schedule.passes) == "0F0,1F0,(0F1;1B0)OVERLAP_F_B,0B0,1F1,1B1,0B1"
@@ -135,7 +135,7 @@ BACKWARDS = {"looped_bfs": "2B3 on rank 0 comes before microbatch 0", "1f1b": "0
 
 @pytest.mark.parametrize("order", get_args(TorchOrder))
 def test_every_cell_of_torchs_files_is_kept(order: TorchOrder) -> None:
-    """Or refused by name; with collectives and without."""
+    """Others are refused by name, with collectives and without."""
     for collectives in (False, True):
         text = torchs_text(order, collectives)
         if order in BACKWARDS:
@@ -165,20 +165,20 @@ WRONG = [
 
 @pytest.mark.parametrize(("text", "told"), WRONG)
 def test_communication_that_cannot_run_is_refused(text: str, told: str) -> None:
-    """In words that name the entry."""
+    """The error names the entry."""
     with pytest.raises(ScheduleError, match=told):
         PipelineSchedule.from_csv(text)
 
 
 def test_an_unknown_communication_is_refused() -> None:
-    """In a schedule that was made in Python, where no file was parsed."""
+    """The schedule was made in Python, so that no file was parsed."""
     row = (Action(0, "F", 0), Communication(0, "SEND_F"), Action(0, "B", 0))
     with pytest.raises(ScheduleError, match="0SEND_F on rank 0 is none of UNSHARD, RESHARD"):
         check_schedule(PipelineSchedule((row,), 1), PipelineCosts())
 
 
 def test_torch_reads_what_is_written() -> None:
-    """Pairs as well: its classes give the schedule again."""
+    """This includes pairs: its classes give the schedule again."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     schedule = torch_schedule("dualpipev", 3, 8)
     for row, line in zip(schedule.rows, schedule.to_csv().splitlines(), strict=True):

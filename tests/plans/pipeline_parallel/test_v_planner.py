@@ -50,14 +50,14 @@ def test_a_plan_is_what_the_checker_says(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def figure(report: object, objective: Objective) -> float:
-    """What the objective asks for."""
+    """Return the figure of the objective."""
     return float(getattr(report, objective))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("row", [PUBLISHED[1], PUBLISHED[2]], ids=["2 ranks", "4 ranks"])
 def test_plan_is_no_worse_than_published_and_torch(row: Published, objective: Objective) -> None:
-    """And its makespan is strictly less, where the published one is not a lower bound."""
+    """Its makespan is strictly less, where the published one is not a lower bound."""
     plan = plan_v_schedule(row.n, row.m, row.costs, objective=objective, effort=0.02)
     published = {"makespan": row.makespan, "bubble": row.bubble}[objective]
     least = {"makespan": row.least_makespan, "bubble": row.least_bubble}[objective]
@@ -81,7 +81,7 @@ def test_plan_is_no_worse_than_published_and_torch(row: Published, objective: Ob
 def test_proved_optima_are_reached(
     costs: tuple[int, int, int, int], bubble: int, makespan: int
 ) -> None:
-    """Of two ranks and four microbatches, by a constraint solver; some below any published."""
+    """A constraint solver proved them for two ranks and four microbatches."""
     for objective, best in zip(OBJECTIVES, (makespan, bubble), strict=True):
         plan = plan_v_schedule(
             2, 4, PipelineCosts(*costs, *MEMORY), objective=objective, effort=0.05
@@ -115,7 +115,7 @@ def test_a_plan_is_the_best_of_all_orders(costs: PipelineCosts, objective: Objec
 
 
 def test_torch_order_is_tried_whatever_the_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no other start is tried, the plan is as good as torch's order all the same."""
+    """If no other start is tried, the plan is still as good as torch's order."""
     monkeypatch.setattr(v_planner, "_PATTERN_PASSES", 0)
     row = next(r for r in PUBLISHED if r.torch_bubble < r.bubble)
     plan = plan_v_schedule(row.n, row.m, row.costs, objective="bubble", effort=1e-9)
@@ -130,7 +130,7 @@ def test_torch_order_is_tried_whatever_the_effort(monkeypatch: pytest.MonkeyPatc
 def test_little_memory_is_used_as_well_as_by_the_published_blocks(
     n: int, costs: tuple[int, int, int, int], chunks: int, makespan: int
 ) -> None:
-    """Within half a percent: the figures are those of their published scheduler."""
+    """The figures of their published scheduler are met within half a percent."""
     limited = PipelineCosts(*costs, *MEMORY, chunks * MEMORY[0])
     assert plan_v_schedule(n, 3 * n, limited, effort=1e-9).value <= 1.005 * makespan
 
@@ -184,7 +184,7 @@ def test_with_any_effort_a_plan_is_no_worse_than_a_search_over_uniform_blocks(
 
 
 def test_swaps_of_a_pattern_are_made_in_all_places_and_in_runs_of_them() -> None:
-    """Places that do not overlap, from the first to the last."""
+    """Places do not overlap, from the first to the last."""
     row = [0, 1, 0, 1, 2, 0, 1]
     in_all = [1, 0, 1, 0, 2, 1, 0]
     in_halves = [[1, 0, 0, 1, 2, 0, 1], [0, 1, 1, 0, 2, 1, 0]]
@@ -211,7 +211,7 @@ def test_each_uniform_order_runs_within_the_memory() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_every_memory_from_two_passes_on_has_a_schedule(n: int) -> None:
-    """2 f, 3 f, n f, 1.5 n f; few microbatches and many."""
+    """These are 2 f, 3 f, n f and 1.5 n f, with few microbatches and with many."""
     f = MEMORY[0]
     for m, limit in itertools.product((1, n, 3 * n), {2 * f, 3 * f, n * f, 1.5 * n * f}):
         if limit >= 2 * f:
@@ -221,15 +221,15 @@ def test_every_memory_from_two_passes_on_has_a_schedule(n: int) -> None:
 
 
 def in_turn(n: int, m: int) -> list[list[int]]:
-    """One microbatch after the other."""
+    """Return the order of one microbatch after the other."""
     return [[0, 1, 2, 4, 3, 5] * m for _ in range(n)]
 
 
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[int, int, PipelineCosts]:
-    """Ranks, microbatches, and costs that may differ by stage, in little memory or much.
+    """Draw ranks, microbatches and costs that may differ by stage, with little or much memory.
 
-    The least is what one microbatch at a time takes, as the checker has it.
+    The minimum is the need of one microbatch at a time, as the checker computes it.
     """
     n, m = draw(st.integers(1, 5)), draw(st.integers(1, 7))
     one = st.integers(1, 30)
@@ -255,7 +255,7 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, PipelineCosts]:
 def test_greedy_orders_are_valid_and_timed_like_the_checker(
     job: tuple[int, int, PipelineCosts], seed: int
 ) -> None:
-    """Whatever the costs and the memory, and whatever order they follow.
+    """This holds for any costs, any memory and any given order.
 
     No order is below the lower bounds.
     """
@@ -280,7 +280,7 @@ def test_greedy_orders_are_valid_and_timed_like_the_checker(
 @examples("schedules", 15)
 @given(jobs(), st.integers(0, 10**6))
 def test_moves_lead_to_valid_orders_only(job: tuple[int, int, PipelineCosts], seed: int) -> None:
-    """A search never gets worse, and what it finds passes the checker."""
+    """A search never gets worse, and its result passes the checker."""
     n, m, costs = job
     orders = VOrders(n, m, costs)
     start = GreedyOrder(orders, in_turn(n, m)).make()
@@ -298,7 +298,7 @@ def test_moves_lead_to_valid_orders_only(job: tuple[int, int, PipelineCosts], se
 def test_swapped_patterns_make_valid_orders_that_are_no_worse(
     job: tuple[int, int, PipelineCosts], moves: int
 ) -> None:
-    """Whatever the costs and the memory, and however few moves there are."""
+    """This holds for any costs and memory, and for few moves."""
     n, m, costs = job
     orders = VOrders(n, m, costs)
     start = GreedyOrder(orders, in_turn(n, m)).make()
@@ -319,15 +319,15 @@ def test_single_passes_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plans_of_one_seed_are_equal() -> None:
-    """However long it takes: the search counts its moves."""
+    """This holds for any running time: the search counts its moves."""
     plans = [plan_v_schedule(4, 4, PUBLISHED[2].costs, effort=0.02, seed=1) for _ in range(2)]
     assert plans[0] == plans[1]
 
 
 def test_steps_back_to_back_are_best_in_their_period() -> None:
-    """On uneven stages a light rank idles anyway: the largest bubble says little of a step.
+    """On uneven stages a light rank idles anyway: the largest bubble says little about a step.
 
-    Never longer than ZBV, or than what is best in makespan or bubble from the same starts.
+    It is never longer than ZBV, or than the best makespan or bubble from the same starts.
     """
     draw, shorter = Random(0), 0
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Figures of the published zero-bubble V scheduler, where each of its rules decides in some.
+"""Figures of the published zero-bubble V scheduler, with cases for each of its rules.
 
 Times are in units of the published costs; memory is f = 303104, b = -172032, w = -131072, and the
 limit 2 * n_stage * f.

@@ -39,7 +39,7 @@ LEAN = {
     "split, lean": (partial(split, lean=True), 3),
     "semi_sync, lean": (partial(semi_sync, lean=True), 4),
 }
-"""With the iterations in flight, no more than TorchRec's pipelines have."""
+"""Plans with their iterations in flight, no more than TorchRec's pipelines have."""
 
 Make: TypeAlias = Callable[[], PipelinePlan]
 
@@ -75,7 +75,7 @@ IN_A_PERIOD: list[tuple[Make, tuple[str, ...]]] = [
     (LEAN["split, lean"][0], (PREFETCH, EMBED, START, COPY)),
     (LEAN["semi_sync, lean"][0], (START, EMBED_BACK, COPY)),
 ]
-"""A plan, and tasks as they come in a period."""
+"""A plan, and tasks in the order of a period."""
 
 AHEAD: list[tuple[Make, dict[str, str], int]] = [
     (prefetch, {PREFETCH: DENSE}, 1),
@@ -85,12 +85,12 @@ AHEAD: list[tuple[Make, dict[str, str], int]] = [
     (semi_sync, {START: WAIT, WAIT: PREFETCH, EMBED: DENSE}, 1),
     (semi_sync, {DENSE_BACK: EMBED_BACK}, 0),
 ]
-"""A plan, tasks, each with a later one, and by how many stages that is later."""
+"""A plan; tasks, each with a later one; and by how many stages that is later."""
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_plan_keeps_the_serial_order_within_an_iteration(name: str) -> None:
-    """And what may launch collectives is globally ordered, on the caller's thread."""
+    """Tasks that may launch collectives are globally ordered, on the caller's thread."""
     plan = ALL[name]()
     assert resolve_plan(plan, TASKS).serial_order == tuple(TASKS)
     assert {n for n, entry in plan.schedule.items() if entry.globally_ordered} == ORDERED
@@ -99,7 +99,7 @@ def test_every_plan_keeps_the_serial_order_within_an_iteration(name: str) -> Non
 
 
 def test_exchanges_overlap_with_other_work() -> None:
-    """By the order of a period, and by the stages of the tasks."""
+    """They do so by the order of a period, and by the stages of the tasks."""
     for make, names in IN_A_PERIOD:
         order = resolve_plan(make(), TASKS).period_order
         assert tuple(name for name in order if name in names) == names
@@ -110,14 +110,14 @@ def test_exchanges_overlap_with_other_work() -> None:
 
 @pytest.mark.parametrize(("one_backward", "last"), [(False, DENSE), (True, DENSE_BACK)])
 def test_a_prefetch_waits_for_what_updates_tables(one_backward: bool, last: str) -> None:
-    """On whatever stream it fills their caches; their own backward waits for it."""
+    """It may fill their caches on any stream; their own backward waits for it."""
     plan = split(one_backward=one_backward)
     assert {*plan.same_period_deps} == {(PREFETCH, last), (EMBED_BACK, PREFETCH)}
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_inputs_are_computed_directly_before_their_exchange(name: str) -> None:
-    """In the same stage, on the same stream; the rest of the plan is as it was."""
+    """They are in the same stage, on the same stream; the rest of the plan does not change."""
     plain = PLANS[name]()
     plan = with_postproc(plain)
     twelve = (COPY, POSTPROC, *TASKS[1:])

@@ -1,4 +1,4 @@
-"""The oracle of pipeline-parallel training: a loop of plain torch, which uses nothing of swpipe."""
+"""The reference of pipeline-parallel training: a loop of plain torch, without swpipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Step(NamedTuple):
 
 
 class PlainLoop:
-    """Run the microbatches of a batch one after the other, in one process.
+    """A loop that runs the microbatches of a batch one after the other, in one process.
 
     Args:
         modules: The chunks of the model, in the order of their stages.
@@ -35,7 +35,7 @@ class PlainLoop:
     def train(
         self, *inputs: Tensor, target: Tensor, accumulate: bool = False, **keywords: Tensor
     ) -> Step:
-        """Leave the gradients of the mean loss, added to the earlier ones with ``accumulate``."""
+        """Compute the gradients of the mean loss; with ``accumulate``, add them to earlier ones."""
         parameters = [parameter for module in self.modules for parameter in module.parameters()]
         earlier = [None if p.grad is None else p.grad.clone() for p in parameters]
         for parameter in parameters:

@@ -1,4 +1,4 @@
-"""On a torch that was not tested there is nothing to run."""
+"""Skip the tests of pipeline-parallel training on a torch that was not tested."""
 
 try:
     import swpipe.tasks.pipeline_parallel.torch_pipelining  # noqa: F401

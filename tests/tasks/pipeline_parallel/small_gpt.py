@@ -1,4 +1,4 @@
-"""A small GPT cut into stages, batches for it, and valid schedules at random."""
+"""A small GPT in stages, its batches, and random valid schedules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = TransformerConfig(
 
 
 def chunk(stage: int, n_stages: int) -> GPTModel:
-    """The layers of one stage; ``n_stages`` divides 8."""
+    """Return the layers of one stage; ``n_stages`` divides 8."""
     layers = CONFIG.num_layers // n_stages
     return GPTModel(
         CONFIG,
@@ -28,27 +28,27 @@ def chunk(stage: int, n_stages: int) -> GPTModel:
 
 
 def whole(n_stages: int) -> list[GPTModel]:
-    """All stages."""
+    """Return all stages."""
     return [chunk(stage, n_stages) for stage in range(n_stages)]
 
 
 def on_rank(schedule: PipelineSchedule, rank: int) -> dict[int, GPTModel]:
-    """The stages of one rank."""
+    """Return the stages of one rank."""
     places = enumerate(schedule.placement)
     return {stage: chunk(stage, schedule.n_stages) for stage, place in places if place == rank}
 
 
 def batch(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens and the tokens after them, (rows, 6) each."""
+    """Return tokens and the tokens after them, (rows, 6) each."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(CONFIG.vocab_size, (rows, 7), generator=generator)
     return ids[:, :-1], ids[:, 1:]
 
 
 def random_schedule(placement: Sequence[int], n_micro: int, seed: int) -> PipelineSchedule:
-    """Any order in which each action comes after what it needs, and W in order of microbatches.
+    """Return a random order in which each action comes after its inputs, and W in order.
 
-    The forward passes of the last stage come in order, too; those of the others in any.
+    The forward passes of the last stage are in the order of the microbatches, too.
     """
     draw = random.Random(seed)
     last = len(placement) - 1

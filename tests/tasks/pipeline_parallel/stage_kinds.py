@@ -1,4 +1,4 @@
-"""Stages of many kinds, a model of each kind, and what differs from one process after two steps."""
+"""Stages of many kinds, their models, and the differences from one process after two steps."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class AddsToGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """Of rows."""
+        """Map rows."""
         ctx.save_for_backward(x, weight)
         return functional.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Of the rows; nothing of the weight for autograd."""
+        """Return the gradient of the rows; autograd gets none for the weight."""
         x, weight = ctx.saved_tensors
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
@@ -42,18 +42,18 @@ class AddsToGrad(torch.autograd.Function):
 
 
 class AddsUnseen(torch.autograd.Function):
-    """The same of a weight that autograd is not told of."""
+    """A linear map like ``AddsToGrad``, whose weight is unknown to autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: nn.Linear) -> Tensor:
-        """Of rows."""
+        """Map rows."""
         ctx.save_for_backward(x)
         ctx.linear = linear
         return functional.linear(x, linear.weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Of the rows."""
+        """Return the gradient of the rows."""
         weight, (x,) = ctx.linear.weight, ctx.saved_tensors
         grad = grads[0].t() @ x
         weight.grad = grad if weight.grad is None else weight.grad + grad
@@ -61,21 +61,21 @@ class AddsUnseen(torch.autograd.Function):
 
 
 class Doubled(torch.autograd.Function):
-    """A function of its own that uses no weight, as a fused activation."""
+    """An autograd function without a weight, such as a fused activation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Of anything."""
+        """Return twice the tensor."""
         return x * 2
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Of anything."""
+        """Return twice the gradient."""
         return grads[0] * 2
 
 
 class Stage(nn.Module):
-    """Parts that a kind may use, with counters of what hooks see."""
+    """A stage whose kind selects its parts, with counters of what hooks see."""
 
     def __init__(self, kind: str, stage: int, n_stages: int) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ class Stage(nn.Module):
         SETUP.get(kind, lambda stage: None)(self)
 
     def forward(self, *given: Any, scale: Tensor | None = None) -> Any:
-        """Of rows."""
+        """Map rows."""
         self.seen["forward"] += 1
         x = given[0] if len(given) == 1 else given
         return KINDS[self.kind](self, x if scale is None else (x, scale))
 
     def count(self, value: Any = None) -> None:
-        """One more call of a hook."""
+        """Count a call of a hook."""
         self.seen["hook"] += 1
 
 
@@ -121,10 +121,10 @@ def _full_hook(stage: Stage) -> None:
 
 
 class LazyOnes(nn.LazyLinear):
-    """Whose first weights are no random numbers."""
+    """A lazy linear map whose first weights are ones."""
 
     def reset_parameters(self) -> None:
-        """To ones, when their shape is known."""
+        """Set the weights to one when their shape is known."""
         if not self.has_uninitialized_params() and self.in_features:
             with torch.no_grad():
                 self.weight.fill_(1)
@@ -167,7 +167,7 @@ def _one_is_left(stage: Stage, x: Any) -> Any:
 
 @dataclass
 class Hidden:
-    """What a stage may hand on."""
+    """A structured value that a stage passes on."""
 
     values: Tensor
     mask: Tensor
@@ -181,7 +181,7 @@ def _transposed(stage: Stage, x: Tensor) -> Tensor:
 
 
 def _pooled(stage: Stage, x: Tensor) -> Tensor:
-    """The gradient of the input is one row, expanded."""
+    """Return the mean of the rows, whose gradient for the input is one row, expanded."""
     return stage.linear(x) if stage.is_first else stage.linear(x.sum(0)[None].expand(len(x), SIZE))
 
 
@@ -362,9 +362,9 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
 def different(
     kind: str, schedule: PipelineSchedule | None, *, varying_shapes: bool = False
 ) -> list[str]:
-    """Train two steps of a kind, and list what this rank's stages have else than a plain loop.
+    """Train two steps of a kind, and return how this rank's stages differ from a plain loop.
 
-    None stands for the serial runtime, with two stages.
+    With None as the schedule, the serial runtime trains two stages.
     """
     n, n_micro = (2, 4) if schedule is None else (schedule.n_stages, schedule.n_micro)
     whole = [Stage(kind, stage, n) for stage in range(n)]
@@ -409,10 +409,10 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 class Outcome(NamedTuple):
-    """What a rank has to say of a kind under a schedule.
+    """The outcome of a kind under a schedule on one rank.
 
     Attributes:
-        different: What differs; empty where all is equal.
+        different: The differences; empty if all is equal.
         refused: The error, with its notes; empty where there was none.
         when_s: The time of the error, of a clock that all ranks share.
     """
@@ -425,7 +425,7 @@ class Outcome(NamedTuple):
 def outcomes(
     cases: list[tuple[str, PipelineSchedule | None]], varying_shapes: bool = False
 ) -> list[Outcome]:
-    """Run several kinds under their schedules, one after the other."""
+    """Run several kinds under their schedules, one after the other, and return the outcomes."""
     told = []
     for kind, schedule in cases:
         try:

@@ -109,7 +109,7 @@ def torchs_runtime(schedule: PipelineSchedule, chunks: dict[int, nn.Module], whe
 
 
 def trained(kind: str, schedule: PipelineSchedule, ours: bool, where: Mesh) -> list[Tensor]:
-    """Train on this runtime or on torch's; what this rank's shards become."""
+    """Train on this runtime or on torch's; return the final shards of this rank."""
     chunks = {
         stage: chunk(stage, kind, where)
         for stage, rank in enumerate(schedule.placement)
@@ -156,7 +156,7 @@ def different(cases: list[tuple[str, PipelineSchedule]]) -> list[tuple[str, str]
 
 
 def test_sharded_stages_have_the_bits_of_torchs_runtime(four_ranks: Ranks) -> None:
-    """On 2 x 2 ranks, gradients and parameters; also with collectives placed by the planner."""
+    """Gradients and parameters on 2 x 2 ranks are equal, also with planned collectives."""
     sharded = [torch_schedule(n, 2, N_MICRO) for n in ("1f1b", "zbv", "interleaved_zb")]
     pairs = torch_schedule("dualpipev", 2, N_MICRO)
     cases = [("fsdp", one) for one in (*sharded, pairs)]
@@ -165,7 +165,7 @@ def test_sharded_stages_have_the_bits_of_torchs_runtime(four_ranks: Ranks) -> No
 
 
 class Late(dist.Work):
-    """A collective that runs when it is waited for, and not at all otherwise."""
+    """A collective that runs when ``wait`` is called, and not before."""
 
     def __init__(self, run: Callable[[], object], under_way: set[Late]) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Late(dist.Work):
         under_way.add(self)
 
     def wait(self, *timeout: Any) -> bool:
-        """Run it."""
+        """Run the collective."""
         self._run()
         self._under_way.remove(self)
         return True
@@ -212,7 +212,7 @@ def late_reductions(kinds: tuple[str, ...]) -> list[tuple[str, set[bool], int, b
 
 
 def test_a_step_waits_for_its_reductions_at_the_end(four_ranks: Ranks) -> None:
-    """Unless FSDP divides or casts what arrives, or calls hooks with it; one stage at a time."""
+    """It does not if FSDP divides or casts the result, or calls hooks with it."""
     expected = [
         ("fsdp", {True}, 1, True),
         ("double", {False}, 0, True),
@@ -236,17 +236,17 @@ def unlike_shards(orders: tuple[str, ...]) -> list[str]:
 
 
 def test_replicated_stages_have_the_bits_of_sharded_ones(four_ranks: Ranks) -> None:
-    """Whether passes are whole, split or in pairs.
+    """Passes may be whole, split or in pairs.
 
-    Torch's runtime is no oracle: the pass that it runs once more leaves the reducer armed, which
-    then reduces the first microbatch as well, and fails in a later step.
+    Torch's runtime is no oracle: its additional run of a pass leaves the reducer armed, which then
+    reduces the first microbatch as well, and fails in a later step.
     """
     orders = ("1f1b", "zbv", "dualpipev")
     assert four_ranks.run(unlike_shards, orders, deadline_s=240.0) == [[]] * 4
 
 
 def refusals() -> list[str]:
-    """What chunks that are wrapped in other ways raise, on each of the four ranks."""
+    """Return the errors for chunks that are wrapped in other ways, on each of the four ranks."""
     where = mesh()
     schedule = torch_schedule("zbv", 2, N_MICRO)
     told = []
@@ -269,14 +269,14 @@ def refusals() -> list[str]:
 
 
 REFUSED = (
-    "0 is a FSDPLinear inside of a chunk that is none",
+    "0 is a FSDPLinear inside a chunk that is not one",
     "of the pipeline, each of which has other stages",
     "use B instead of I and W",
 )
 
 
 def test_stages_that_would_reduce_inside_a_pass_are_refused(four_ranks: Ranks) -> None:
-    """On all ranks, in words."""
+    """The error is raised on all ranks."""
     for told in four_ranks.run(refusals, deadline_s=240.0):
         for one, words in zip(told, REFUSED, strict=True):
             assert "rank 0: stage 0: " in one

@@ -1,4 +1,4 @@
-"""A rank runs one chunk's forward over another microbatch's backward: the bits of one process."""
+"""A rank overlaps one chunk's forward with another microbatch's backward, with equal bits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAIRED = PipelineCosts(20, 20, 10, hop=0.5, pair=35, max_mem=100)
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """Which sides each run of chunk plans had."""
+    """Collect the sides of each run of chunk plans."""
     sides: list[str] = []
     real = TransformerModelChunkSchedulePlan.run
 
@@ -49,7 +49,7 @@ def counted() -> Iterator[list[str]]:
 
 
 def different(schedule: PipelineSchedule, experts_of: int) -> tuple[list[str], int]:
-    """What is not as of a model without a pipeline; and how many pairs ran. On each rank.
+    """Return the differences from a model without a pipeline, and the number of pairs that ran.
 
     Ranks r and r + 1 of ``experts_of`` = 2 share the experts of a stage, and are in two pipelines.
     """
@@ -94,12 +94,12 @@ def different(schedule: PipelineSchedule, experts_of: int) -> tuple[list[str], i
 
 
 def pairs_on(schedule: PipelineSchedule, rank: int) -> int:
-    """How many a rank has."""
+    """Return the number of pairs on a rank."""
     return sum(isinstance(entry, Pair) for entry in schedule.rows[rank])
 
 
 def test_pairs_have_the_bits_of_one_process(two_ranks: Ranks) -> None:
-    """Losses, output, gradients; each pair of the schedule was one run of two plans.
+    """Losses, output and gradients are equal; each pair was one run of two plans.
 
     Some microbatches' backward passes are I and W.
     """
@@ -110,7 +110,7 @@ def test_pairs_have_the_bits_of_one_process(two_ranks: Ranks) -> None:
 
 
 def test_pipelines_that_share_experts_run_pairs(four_ranks: Ranks) -> None:
-    """Their exchanges meet within pairs, too; of torch's order."""
+    """Their exchanges match within pairs, too, and in torch's order."""
     schedule = torch_schedule("dualpipev", 2, 6)
     assert all(pairs_on(schedule, rank) for rank in range(2))
     found = four_ranks.run(different, schedule, 2, deadline_s=DEADLINE_S)
@@ -118,7 +118,7 @@ def test_pipelines_that_share_experts_run_pairs(four_ranks: Ranks) -> None:
 
 
 def with_hooks() -> tuple[int, int]:
-    """How often a hook of a layer was called, and how many pairs ran; on each rank."""
+    """Return how often a hook of a layer was called, and how many pairs ran, on this rank."""
     schedule, rank = torch_schedule("dualpipev", 2, 6), dist.get_rank()
     own = dict(on_rank(schedule, rank))
     calls: list[int] = []
@@ -132,6 +132,6 @@ def with_hooks() -> tuple[int, int]:
 
 
 def test_hooks_of_modules_are_called(two_ranks: Ranks) -> None:
-    """Plans of layers do not call them: such chunks run their pairs one after the other."""
+    """Plans of layers do not call them: such chunks run their pairs serially."""
     found = two_ranks.run(with_hooks, deadline_s=DEADLINE_S)
     assert found == [(2 * 2 * 6, 0)] * 2  # of two stages, two layers each

@@ -1,4 +1,4 @@
-"""A schedule on several ranks gives the numbers of a single process, to the last bit."""
+"""A schedule on several ranks gives the numbers of a single process, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from tests.tasks.pipeline_parallel.small_gpt import batch, on_rank, random_sched
 COSTS = PipelineCosts(20, 30, 15)
 
 DEADLINE_S = 240.0
-"""Four ranks on a busy machine with two cores."""
+"""Enough for four ranks on a busy machine with two cores."""
 
 
 def made(name: str, n_micro: int, n_ranks: int) -> PipelineSchedule:
-    """A schedule by its name."""
+    """Return a schedule by its name."""
     if name == "ours":
         return plan_v_schedule(n_ranks, n_micro, COSTS, effort=0.05).schedule
     return torch_schedule(name, n_ranks, n_micro)  # type: ignore[arg-type]
 
 
 def same(result: StepResult, wanted: Step) -> bool:
-    """Whether losses and outputs are equal; those of a rank without the last stage are None."""
+    """Return whether losses and outputs are equal; a rank without the last stage has None."""
     if result.losses is None:
         return result.output is None
     output = torch.cat(wanted.outputs)
@@ -47,7 +47,7 @@ def same(result: StepResult, wanted: Step) -> bool:
 
 
 def different(schedule: PipelineSchedule, steps: int = 2) -> list[str]:
-    """Train and evaluate in turn; what is not what a single process gets. On each rank."""
+    """Train and evaluate; return the differences from a single process on this rank."""
     own = on_rank(schedule, dist.get_rank())
     runtime = PipelineRuntime(schedule, own, mean_loss)
     loop = PlainLoop(whole(schedule.n_stages), schedule.n_micro, mean_loss)
@@ -78,30 +78,30 @@ def different(schedule: PipelineSchedule, steps: int = 2) -> list[str]:
 
 
 def all_different(schedules: Sequence[PipelineSchedule]) -> list[list[str]]:
-    """The same for several schedules, one after the other."""
+    """Return the differences for several schedules, one after the other."""
     return [different(schedule) for schedule in schedules]
 
 
 def none_different(ranks: Ranks, schedules: Sequence[PipelineSchedule]) -> bool:
-    """Run on the ranks; whether all of them found nothing."""
+    """Run on the ranks, and return whether none of them found a difference."""
     found = ranks.run(all_different, schedules, deadline_s=DEADLINE_S)
     return found == [[[] for _ in schedules]] * ranks.size
 
 
 CASES = {2: [("ours", 4), ("dualpipev", 4), ("1f1b", 4), ("ours", 1)], 4: [("zbv", 3)]}
-"""Of ranks: orders and numbers of microbatches, also fewer than ranks."""
+"""Pairs of ranks: orders and numbers of microbatches, also fewer than ranks."""
 
 PLACEMENTS = [(1, 0, 1, 0), (0, 1, 1, 1), (0, 1, 1, 0, 1, 0, 0, 1)]
 
 
 def test_several_ranks_give_the_bits_of_one_process(two_ranks: Ranks, four_ranks: Ranks) -> None:
-    """Losses, outputs, gradients; with an evaluation of another size after each step."""
+    """These are losses, outputs and gradients, with an evaluation of another size per step."""
     for ranks in (two_ranks, four_ranks):
         assert none_different(ranks, [made(*case, ranks.size) for case in CASES[ranks.size]])
 
 
 def test_any_valid_order_gives_the_same_bits(two_ranks: Ranks) -> None:
-    """Orders and placements at random: what the checker lets pass, the runtime runs."""
+    """Orders and placements are random: the runtime runs all that the checker accepts."""
     schedules = [random_schedule(place, 3, seed) for seed, place in enumerate(PLACEMENTS)]
     assert none_different(two_ranks, schedules)
 
@@ -112,7 +112,7 @@ WITH_COLLECTIVES = (
 
 
 def test_collectives_run_where_the_schedule_has_them(two_ranks: Ranks) -> None:
-    """All of them, or only reductions."""
+    """It has all of them, or only reductions."""
     schedule = PipelineSchedule.from_csv(WITH_COLLECTIVES)
     reductions = WITH_COLLECTIVES.replace("0UNSHARD,", "").replace("1UNSHARD,", "")
     reductions = reductions.replace(",0RESHARD", "").replace(",1RESHARD", "")
@@ -125,7 +125,7 @@ F, B = "F", "B"
 
 
 def plain(*rows: list[tuple[int, str, int]], n_micro: int = 1) -> PipelineSchedule:
-    """A schedule of these rows."""
+    """Return a schedule of these rows."""
     return PipelineSchedule(tuple(tuple(Action(*one) for one in row) for row in rows), n_micro)  # type: ignore[arg-type]
 
 
@@ -134,7 +134,7 @@ ALONE = torch_schedule("zbv", 1, 2)
 
 
 class Stateful(nn.Module):
-    """A linear layer and a running mean."""
+    """A stage with a linear layer and a running mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,23 +146,23 @@ class Stateful(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of rows."""
+        """Map rows."""
         out: Tensor = self.norm(self.linear(x))
         return out
 
 
 def squared(output: Tensor, target: Tensor) -> Tensor:
-    """A loss."""
+    """Return a loss."""
     return (output - target).square().mean()
 
 
 def rows(count: int) -> Tensor:
-    """Some."""
+    """Return some rows."""
     return torch.arange(3.0 * count).view(count, 3).sin()
 
 
 def after_two_steps() -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Running means on one rank and in one process; gradients of the 2nd step, and of it alone."""
+    """Return running means on one rank and in one process; then the gradients of the 2nd step."""
     modules = [[Stateful(), Stateful()] for _ in range(3)]
     runtimes = [PipelineRuntime(ALONE, dict(enumerate(modules[k])), squared) for k in (0, 2)]
     loop = PlainLoop(modules[1], 2, squared)
@@ -178,7 +178,7 @@ def after_two_steps() -> list[tuple[list[Tensor], list[Tensor]]]:
 def test_steps_leave_nothing_behind(one_rank: Ranks) -> None:
     """Running means have seen each microbatch once.
 
-    Gradients replace those of the step before, which would be scaled a second time.
+    Gradients replace those of the previous step, which would be scaled a second time.
     """
     ((buffers, grads),) = one_rank.run(after_two_steps)
     assert all(map(torch.equal, *buffers))
@@ -187,7 +187,7 @@ def test_steps_leave_nothing_behind(one_rank: Ranks) -> None:
 
 
 def wrong_gradients(make: Callable[[list[nn.Module]], Any]) -> list[str]:
-    """What differs from the plain loop in four steps, of which the last two accumulate."""
+    """Return the differences from the plain loop in four steps; the last two accumulate."""
     modules: list[list[nn.Module]] = [[Stateful(), Stateful()] for _ in range(2)]
     runtime, loop = make(modules[0]), PlainLoop(modules[1], 2, squared)
     found = []
@@ -207,18 +207,18 @@ def wrong_gradients(make: Callable[[list[nn.Module]], Any]) -> list[str]:
 
 
 def of_one_rank(modules: list[nn.Module]) -> PipelineRuntime:
-    """A runtime whose rank has both stages."""
+    """Return a runtime whose rank has both stages."""
     return PipelineRuntime(ALONE, dict(enumerate(modules)), squared)
 
 
 def test_gradients_replace_those_before_or_are_added_to_them(one_rank: Ranks) -> None:
-    """As ``accumulate`` says, on a schedule and in the serial runtime: the bits of a plain loop."""
+    """``accumulate`` decides, under a schedule and serially: the bits of a plain loop."""
     assert one_rank.run(wrong_gradients, of_one_rank) == [[]]
     assert wrong_gradients(lambda modules: SerialRuntime(modules, 2, squared)) == []
 
 
 def test_buffers_are_kept() -> None:
-    """Running means are as they were before a measurement."""
+    """Running means are the same as before a measurement."""
     module = Stateful()
     before = [buffer.clone() for buffer in module.buffers()]
     with kept_buffers([module]):
@@ -228,7 +228,7 @@ def test_buffers_are_kept() -> None:
 
 
 def steps_after_a_failure() -> list[str]:
-    """What three steps raise, of which the first one's loss function does."""
+    """Return the errors of three steps, of which the first one's loss function raises."""
     broken = [True]
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -248,14 +248,14 @@ def steps_after_a_failure() -> list[str]:
 
 
 def test_a_runtime_that_failed_is_not_used_again(one_rank: Ranks) -> None:
-    """Its error comes as itself; the next call says why it refuses."""
+    """Its error is raised unchanged; the next call says why it refuses."""
     ((first, second),) = one_rank.run(steps_after_a_failure)
     assert first == "planted"
     assert "make a new runtime" in second
 
 
 class Reducing(Stateful):
-    """A stage that sums over the ranks, in its forward, its backward, or a hook before it."""
+    """A stage that sums over the ranks in its forward, its backward, or a hook before it."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class Reducing(Stateful):
             self.register_forward_pre_hook(lambda module, given: _reduce(given[0]))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of rows."""
+        """Map rows."""
         out = super().forward(x)
         if self.where == "forward":
             _reduce(out)
@@ -278,14 +278,14 @@ def _reduce(value: Tensor) -> None:
 
 
 def summed(output: Tensor, target: Tensor) -> Tensor:
-    """A loss over the ranks."""
+    """Return a loss over the ranks."""
     loss = squared(output, target)
     _reduce(loss)
     return loss
 
 
 def told_of_passes() -> list[str]:
-    """What is raised on each of two ranks where passes are watched; last, in an evaluation."""
+    """Return the errors of watched passes on this rank; the last one is of an evaluation."""
     told = []
     for kind in ("forward", "backward", "hook", "loss"):
         stage, loss = Reducing(kind), summed if kind == "loss" else squared
@@ -303,7 +303,7 @@ def told_of_passes() -> list[str]:
 
 
 def test_a_collective_inside_a_pass_is_refused(two_ranks: Ranks) -> None:
-    """At the first, where it would wait for ranks at other passes; also of hooks and losses."""
+    """The first one is, also in hooks and losses: it would wait for ranks at other passes."""
     reduces = "starts the collective allreduce_ inside a pass"
     for rank, told in enumerate(two_ranks.run(told_of_passes)):
         assert [reduces in one for one in told] == [True] * (4 + rank)
@@ -313,7 +313,7 @@ def test_a_collective_inside_a_pass_is_refused(two_ranks: Ranks) -> None:
 
 
 def refusals() -> list[str]:
-    """What runtimes that cannot be made tell each of two ranks."""
+    """Return this rank's errors of runtimes that cannot be made."""
     rank = dist.get_rank()
     deadlock = plain([(0, B, 0), (0, F, 0)], [(1, F, 0), (1, B, 0)])
     order = [(1, F, 1), (1, F, 0), (1, B, 0), (1, B, 1)]
@@ -347,7 +347,7 @@ def refusals() -> list[str]:
 
 
 def test_what_cannot_run_is_refused_on_all_ranks(two_ranks: Ranks) -> None:
-    """In one line; no rank waits for another, whose mistake it may be."""
+    """The error has one line; no rank waits for a rank whose mistake it may be."""
     told, alike = two_ranks.run(refusals, deadline_s=DEADLINE_S)
     assert told == alike
     for one, words in zip(
@@ -360,7 +360,7 @@ def test_what_cannot_run_is_refused_on_all_ranks(two_ranks: Ranks) -> None:
             "ranks 0 and 1 have different schedules",
             "rank 1: the chunks are those of stages [1], and the schedule places stages ",
             "rank 1: layers.2.input_norm.weight of stage 2 is ",
-            "rank 1: stage 2: 0 is a DistributedDataParallel inside of a chunk ",
+            "rank 1: stage 2: 0 is a DistributedDataParallel inside a chunk ",
         ],
         strict=True,
     ):
@@ -369,7 +369,7 @@ def test_what_cannot_run_is_refused_on_all_ranks(two_ranks: Ranks) -> None:
 
 
 def say_what_is_wrong() -> list[str]:
-    """What batches that do not fit raise, on a runtime of two microbatches."""
+    """Return the errors for batches that do not fit a runtime of two microbatches."""
     runtime = PipelineRuntime(ALONE, {0: Stateful(), 1: Stateful()}, squared)
     told = []
     given: list[tuple[tuple[Tensor, ...], Any]] = [
@@ -393,7 +393,7 @@ def say_what_is_wrong() -> list[str]:
 
 
 def test_batches_that_do_not_fit_are_refused(one_rank: Ranks) -> None:
-    """Before anything runs: the next step works."""
+    """They are refused before anything runs: the next step works."""
     (told,) = one_rank.run(say_what_is_wrong)
     assert told == [
         "input 0 has 7 rows, which 2 microbatches do not divide: give a multiple of 2",
@@ -407,12 +407,12 @@ def test_batches_that_do_not_fit_are_refused(one_rank: Ranks) -> None:
 
 
 class Failing(Stateful):
-    """A stage whose backward pass fails, if told."""
+    """A stage whose backward pass fails if ``fails`` is set."""
 
     broken = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of rows."""
+        """Map rows."""
         out = super().forward(x)
         if self.broken:
             out.register_hook(_planted)
@@ -424,7 +424,7 @@ def _planted(grad: Tensor) -> None:
 
 
 def what_ranks_are_told() -> list[str]:
-    """Return what is raised on each of two ranks, by a batch and by a pass of rank 0 alone."""
+    """Return this rank's errors if a batch, and then a pass, of rank 0 alone fails."""
     rank = dist.get_rank()
     schedule = plain([(0, F, 0), (0, B, 0)], [(1, F, 0), (1, B, 0)])
     stage = Failing()
@@ -445,7 +445,7 @@ def what_ranks_are_told() -> list[str]:
 
 
 def test_what_one_rank_refuses_all_ranks_raise(two_ranks: Ranks) -> None:
-    """A batch: the next step runs. A pass: on a rank that was done, at its next step."""
+    """After a wrong batch, the next step runs. A failed pass is raised at the next step, too."""
     first, second = two_ranks.run(what_ranks_are_told)
     batch_of_none = "rank 0 failed before the step: ValueError: input 0 has 0 rows"
     assert batch_of_none in first[0]
@@ -458,6 +458,6 @@ def test_what_one_rank_refuses_all_ranks_raise(two_ranks: Ranks) -> None:
 
 
 def test_there_has_to_be_a_process_group() -> None:
-    """Said before anything is made."""
+    """The error comes before anything is made."""
     with pytest.raises(RuntimeError, match="there is none: call torch.distributed.init_process_"):
         PipelineRuntime(ALONE, {}, squared)

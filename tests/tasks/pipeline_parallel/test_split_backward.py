@@ -1,4 +1,4 @@
-"""What a backward pass in two parts computes, and how often."""
+"""The results of a backward pass in two parts, and how often its parts run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swpipe.tasks.pipeline_parallel.split_backward import input_pass, whole_pass
 
 
 class Counted(torch.autograd.Function):
-    """Counts its backward passes."""
+    """An autograd function that counts its backward passes."""
 
     passes = 0
 
@@ -26,7 +26,7 @@ class Counted(torch.autograd.Function):
 
 
 def stage(x: Tensor, layers: nn.ModuleList, weight: Tensor) -> Tensor:
-    """Some layers in a row, the first and the last with a weight that they share."""
+    """Return some layers in sequence, of which the first and the last share a weight."""
     x = Counted.apply(x @ weight)  # type: ignore[no-untyped-call]
     for layer in layers:
         x = Counted.apply(torch.tanh(layer(x)))  # type: ignore[no-untyped-call]
@@ -34,7 +34,7 @@ def stage(x: Tensor, layers: nn.ModuleList, weight: Tensor) -> Tensor:
 
 
 def test_a_whole_pass_leaves_no_gradient_on_its_inputs() -> None:
-    """It returns it; those of the weights are added up."""
+    """It returns it; gradients of the weights are added up."""
     layer, x = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
     grads = [whole_pass([layer(x)], [torch.ones(2, 3)], [x, 7]) for _ in range(2)]
     assert x.grad is None
@@ -44,7 +44,7 @@ def test_a_whole_pass_leaves_no_gradient_on_its_inputs() -> None:
 
 
 def test_gradients_of_inputs_keep_their_strides() -> None:
-    """As they would flow on to the stage before in a single process, in both kinds of passes."""
+    """They are as for the previous stage in a single process, in both kinds of passes."""
     x = torch.ones(4, 3, requires_grad=True)
     for run in (whole_pass, lambda *given: input_pass(*given)[0]):
         (grad,) = run([x.sum(0)], [torch.ones(3)], [x])
@@ -53,7 +53,7 @@ def test_gradients_of_inputs_keep_their_strides() -> None:
 
 
 def test_the_way_to_the_inputs_is_computed_once() -> None:
-    """In I: an exchange on it would be repeated in W, and W take as long as the whole pass."""
+    """It is computed in I: W would repeat an exchange on it, and take as long as the whole pass."""
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     weight = torch.ones(4, 4, requires_grad=True)
     leaves = [*layers.parameters(), weight]

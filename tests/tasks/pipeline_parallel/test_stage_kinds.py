@@ -22,7 +22,7 @@ NOT_IN_ORDER = {
     "adds to grad unseen": "cannot be split",
     "running means": "which a pass may change",
 }
-"""What is refused where F or I are not in the order of the microbatches, and in which words."""
+"""Stages that are refused where F or I are not in the order of the microbatches, with the error."""
 
 NEVER = {
     "sparse": "a tensor (sparse_coo) cannot be handed on",
@@ -31,7 +31,7 @@ NEVER = {
     "raises in forward": "planted in a forward pass",
     "raises in backward": "planted in a backward pass",
 }
-"""What cannot run under any schedule, and in which words."""
+"""Stages that cannot run under any schedule, with the error."""
 
 Case = tuple[str, PipelineSchedule | None]
 
@@ -42,13 +42,13 @@ def orders(n_ranks: int) -> dict[str, PipelineSchedule]:
 
 
 def run(ranks: Ranks, cases: list[Case], varying_shapes: bool = False) -> list[list[Outcome]]:
-    """Return what each rank has to say of each case."""
+    """Return the outcomes of each case on all ranks."""
     told = ranks.run(outcomes, cases, varying_shapes, deadline_s=500.0)
     return [list(one) for one in zip(*told, strict=True)]
 
 
 def check(kind: str, outcome: list[Outcome], words: str | None) -> None:
-    """Equal on all ranks; or, where there are words, refused on all of them in these."""
+    """Check that a case is equal on all ranks or, if ``words`` are given, refused with them."""
     if words is None:
         assert outcome == [Outcome([])] * len(outcome), (kind, outcome)
         return
@@ -62,7 +62,7 @@ def check(kind: str, outcome: list[Outcome], words: str | None) -> None:
 
 
 def test_stages_of_any_kind_give_the_numbers_of_one_process(two_ranks: Ranks) -> None:
-    """Two steps, the second of which adds to gradients: each kind under one schedule in turn."""
+    """There are two steps, the second of which adds to gradients; each kind has one schedule."""
     schedules = list(orders(2).values())
     cases: list[Case] = [
         (kind, schedules[place % len(schedules)]) for place, kind in enumerate(KINDS)
@@ -72,7 +72,7 @@ def test_stages_of_any_kind_give_the_numbers_of_one_process(two_ranks: Ranks) ->
 
 
 def test_stages_that_need_an_order_are_refused_in_another(one_rank: Ranks) -> None:
-    """Four stages on a rank, whose passes come in an order at random."""
+    """A rank has four stages, whose passes come in a random order."""
     schedule = random_schedule((0, 0, 0, 0), 4, 1)
     cases: list[Case] = [(kind, schedule) for kind in KINDS if kind not in NEVER]
     for (kind, _), outcome in zip(cases, run(one_rank, cases), strict=True):
@@ -80,14 +80,14 @@ def test_stages_that_need_an_order_are_refused_in_another(one_rank: Ranks) -> No
 
 
 def test_the_serial_runtime_is_a_plain_loop(one_rank: Ranks) -> None:
-    """Which the others are compared with."""
+    """The other runtimes are compared with it."""
     cases: list[Case] = [(kind, None) for kind in KINDS if not kind.startswith("raises")]
     for (kind, _), outcome in zip(cases, run(one_rank, cases), strict=True):
         check(kind, outcome, None)
 
 
 def test_what_stages_hand_on_may_vary_if_said(two_ranks: Ranks) -> None:
-    """Each microbatch has a header of its own; others run as before."""
+    """Each microbatch then has its own header; other schedules run as before."""
     schedules = orders(2)
     kinds = ("changing shapes", "a dict", "output transposed")
     cases: list[Case] = [(kind, schedules[name]) for kind, name in product(kinds, ("1f1b", "zbv"))]
@@ -102,7 +102,7 @@ def test_what_stages_hand_on_may_vary_if_said(two_ranks: Ranks) -> None:
 def test_every_kind_runs_under_every_schedule(
     order: str, n_ranks: int, two_ranks: Ranks, four_ranks: Ranks
 ) -> None:
-    """On 2 and on 4 ranks: equal in every bit, or refused on all ranks."""
+    """On 2 and on 4 ranks, the bits are equal, or all ranks refuse."""
     ranks = two_ranks if n_ranks == 2 else four_ranks
     schedule = orders(n_ranks)[order]
     kinds = list(KINDS)

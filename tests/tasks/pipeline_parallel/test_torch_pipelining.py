@@ -9,7 +9,7 @@ from swpipe.tasks.pipeline_parallel.torch_pipelining import TESTED, check_torch
 
 
 def test_only_tested_releases_pass() -> None:
-    """Whatever their build; in one line, with what is installed and what to install."""
+    """Any build passes; the error has one line with the installed and the needed release."""
     for version in (torch.__version__, *(f"{series}.1+cu130" for series in TESTED)):
         check_torch(version)
     for version in ("2.12.0", "2.16.0", "2.130.0", "12.13", "git"):

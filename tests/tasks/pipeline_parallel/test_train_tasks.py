@@ -1,4 +1,4 @@
-"""The schedule's step as a task: batches are loaded while it runs, and the numbers stay."""
+"""The schedule's step as a task: batches are loaded while it runs, with the same numbers."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ STEPS = 3
 
 
 def load(number: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """A batch of eight rows."""
+    """Return a batch of eight rows."""
     inputs, target = batch(8, number)
     return (inputs,), target
 
 
 def trained_by_hand() -> tuple[list[Tensor], list[Tensor]]:
-    """Losses of each step, and parameters after them, of a plain loop."""
+    """Return the losses of each step, and the final parameters, of a plain loop."""
     loop = PlainLoop(whole(4), 4, mean_loss)
     parameters = [p for module in loop.modules for p in module.parameters()]
     optimizer, losses = torch.optim.AdamW(parameters), []
@@ -53,7 +53,7 @@ def trained_by_hand() -> tuple[list[Tensor], list[Tensor]]:
 
 
 def trained(plan: str, *, serial: bool = False) -> tuple[list[Tensor | None], list[Tensor]]:
-    """The same under a plan: on ranks, or by the serial runtime."""
+    """Train under a plan on ranks, or by the serial runtime; return losses and parameters."""
     if serial:
         runtime: Any = SerialRuntime(whole(4), 4, mean_loss)
     else:
@@ -67,7 +67,7 @@ def trained(plan: str, *, serial: bool = False) -> tuple[list[Tensor | None], li
 
 
 def test_all_plans_train_the_same_numbers(two_ranks: Ranks) -> None:
-    """Under each ready-made plan the ranks have the losses and parameters of a plain loop."""
+    """Under each ready-made plan, losses and parameters are those of a plain loop."""
     losses, parameters = trained_by_hand()
     cuts = [len(list(module.parameters())) for module in whole(4)]
     rest = iter(parameters)
@@ -84,7 +84,7 @@ def test_all_plans_train_the_same_numbers(two_ranks: Ranks) -> None:
 
 
 def test_the_next_batch_is_loaded_while_the_schedule_runs_in_one_order_on_all_ranks() -> None:
-    """On a thread of its own, a stage ahead; the step is globally ordered in every plan."""
+    """It is on a separate thread, a stage ahead; the step is globally ordered in every plan."""
     ahead = PLANS["ahead"]()
     assert (ahead.schedule[LOAD].stage, ahead.schedule[STEP].stage) == (0, 1)
     assert ahead.schedule[LOAD].thread_group != ahead.schedule[STEP].thread_group == "default"
@@ -92,7 +92,7 @@ def test_the_next_batch_is_loaded_while_the_schedule_runs_in_one_order_on_all_ra
 
 
 def costs() -> Any:
-    """Measured ones of a V on two ranks, and whether all gradients were left alone."""
+    """Return measured costs of a V on two ranks, and whether all gradients are unchanged."""
     own = on_rank(torch_schedule("zbv", 2, 4), dist.get_rank())
     inputs, target = batch(2)
     found = measure_costs(
@@ -103,7 +103,7 @@ def costs() -> Any:
 
 
 def test_costs_are_measured_alike_on_all_ranks(two_ranks: Ranks) -> None:
-    """Per stage, with the median of several rounds; gradients stay as they were."""
+    """They are medians of several rounds per stage; gradients stay as they were."""
     (ours, grads), (theirs, _) = two_ranks.run(costs)
     assert ours == theirs
     assert set(grads) == {None}
@@ -112,20 +112,20 @@ def test_costs_are_measured_alike_on_all_ranks(two_ranks: Ranks) -> None:
 
 
 def costs_of_a_slow_runtime() -> Any:
-    """Measured ones where a step of one microbatch takes 8,000 s."""
+    """Return measured costs if a step of one microbatch takes 8,000 s."""
     with mock.patch.object(measured_costs, "_step_ms", return_value=8e6):
         return costs()[0]
 
 
 def test_the_time_of_the_runtime_belongs_to_the_passes(two_ranks: Ranks) -> None:
-    """To F and I of each of four stages alike; nothing of it is in W."""
+    """It belongs to F and I of each of four stages alike, and not to W."""
     for found in two_ranks.run(costs_of_a_slow_runtime):
         assert [round(time / 1e6, 2) for time in (*found.forward, *found.backward)] == [1] * 8
         assert max(found.weight) < 1e6
 
 
 def hop_of_one_second() -> float:
-    """The measured hop where sending to and fro takes a second."""
+    """Return the measured hop if sending and receiving takes a second."""
     seconds = count()
     clock = SimpleNamespace(perf_counter=lambda: float(next(seconds)))
     with mock.patch.object(measured_costs, "time", clock):
@@ -133,19 +133,19 @@ def hop_of_one_second() -> float:
 
 
 def test_a_hop_is_half_of_the_time_to_and_fro(two_ranks: Ranks) -> None:
-    """In ms."""
+    """It is in ms."""
     assert two_ranks.run(hop_of_one_second) == [500, 500]
 
 
 class Wide(nn.Module):
-    """Two linear maps, of which the first one's results are large; computed once more on demand."""
+    """A stage of two linear maps with a large value between; ``again`` recomputes it."""
 
     def __init__(self, again: bool = False) -> None:
         super().__init__()
         self.again, self.up, self.down = again, nn.Linear(8, 1024), nn.Linear(1024, 8)
 
     def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Of rows, and what each is moved by, which is passed on."""
+        """Map rows and shift each by an id; pass the ids on."""
         inner = partial(checkpoint, self._inner, use_reentrant=False) if self.again else self._inner
         return inner(x) + ids[:, None], ids
 
@@ -156,16 +156,16 @@ class Wide(nn.Module):
 
 ROWS = 32
 KEPT = ROWS * 1024 * 4
-"""Bytes of what a ``Wide`` keeps from F on, its tanh, and from I on, the gradient of that."""
+"""The bytes that a ``Wide`` keeps: its tanh from F on, and the gradient of that from I on."""
 
 
 def first_of(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-    """A loss."""
+    """Return a loss."""
     return (output[0] - target).square().mean()
 
 
 def memory(again: bool) -> tuple[Any, float, float]:
-    """Measured costs, and the most bytes in a step on this rank: predicted, and seen."""
+    """Return measured costs, and the predicted and measured peak bytes of a step on this rank."""
     rank = dist.get_rank()
     given = torch.ones(ROWS, 8), torch.zeros(ROWS, dtype=torch.int64)
     schedule = torch_schedule("zbv", 2, 6)
@@ -184,7 +184,7 @@ def memory(again: bool) -> tuple[Any, float, float]:
 
 
 def test_memory_is_measured_and_foretold(two_ranks: Ranks) -> None:
-    """In bytes; of stages with several tensors, and of such that are computed once more."""
+    """It is in bytes, for stages with several tensors, and with recomputation."""
     for again in (False, True):
         found = two_ranks.run(memory, again)
         for costs, predicted, seen in found:

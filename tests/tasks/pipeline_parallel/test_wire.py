@@ -1,4 +1,4 @@
-"""What goes from rank to rank: any structure, and tensors with all that kernels look at."""
+"""Values between ranks: any structure, and tensors with all properties that kernels use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TENSORS = {
 
 
 def sent(tensor: Tensor) -> Tensor:
-    """Return what arrives of a tensor, in memory of its own."""
+    """Return the received copy of a tensor."""
     layout = TensorLayout.of(tensor)
     memory = torch.full((layout.elements * layout.dtype.itemsize,), 7, dtype=torch.uint8)
     if layout.elements:
@@ -49,7 +49,7 @@ def sent(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_tensor_arrives_as_it_was(name: str) -> None:
-    """Values, strides and dtype; a lazy conjugate or negative is computed before it is sent."""
+    """Values, strides and dtype are equal; a lazy conjugate or negative is computed first."""
     (tensor,) = pack(TENSORS[name]).tensors
     arrived = sent(tensor)
     assert torch.equal(arrived, TENSORS[name])
@@ -59,7 +59,7 @@ def test_a_tensor_arrives_as_it_was(name: str) -> None:
 
 
 def test_nothing_is_sent_twice_or_needlessly() -> None:
-    """Of an expanded tensor its row; of a slice its elements; of windows what they look at."""
+    """Expanded tensors send a row, slices their elements, windows what they cover."""
     counts = {name: TensorLayout.of(tensor).elements for name, tensor in TENSORS.items()}
     assert counts["expanded"] == 6
     assert counts["a slice"] == 12
@@ -68,7 +68,7 @@ def test_nothing_is_sent_twice_or_needlessly() -> None:
 
 
 def test_a_value_of_any_structure_arrives() -> None:
-    """Its tensors are in place; one that occurs twice is one."""
+    """Its tensors are in place; a tensor that occurs twice is one."""
     value: Any = {"a": [X, None, 2.5], "b": Hidden(X, X > 3, 1.5), "c": (X.t(), "text", 1j, True)}
     packed = pack(value)
     assert len(packed.tensors) == 3
@@ -81,7 +81,7 @@ def test_a_value_of_any_structure_arrives() -> None:
 
 
 def test_whether_a_gradient_is_required_is_told() -> None:
-    """Tensor by tensor."""
+    """This holds for each tensor."""
     packed = pack((X.clone().requires_grad_(), X))
     assert [layout.requires_grad for layout in layouts_of(packed.header)] == [True, False]
 
@@ -95,6 +95,6 @@ def test_whether_a_gradient_is_required_is_told() -> None:
     ],
 )
 def test_what_cannot_be_sent_is_refused(value: Any, told: str) -> None:
-    """By name."""
+    """The error names it."""
     with pytest.raises(TypeError, match=told):
         pack(value)

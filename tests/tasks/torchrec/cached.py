@@ -34,11 +34,11 @@ class CacheOverflow(RuntimeError):
 
 
 class Slots:
-    """Rows, those of one table after those of another, and how often each is pinned.
+    """The rows of all tables in sequence, and how often each is pinned.
 
     Args:
-        tables: How many.
-        capacity: How many rows fit; None for no limit.
+        tables: The number of tables.
+        capacity: The number of rows that fit; None for no limit.
     """
 
     def __init__(self, tables: int, capacity: int | None) -> None:
@@ -48,7 +48,7 @@ class Slots:
 
     @property
     def pinned(self) -> int:
-        """How many rows are pinned."""
+        """The number of pinned rows."""
         return sum(count > 0 for count in self._pins.values())
 
     def pin(self, slots: Tensor) -> None:
@@ -66,7 +66,7 @@ class Slots:
 
 @dataclass
 class PrefetchState:
-    """What one prefetch leaves for its look-up: the slots of distinct keys."""
+    """The state that a prefetch leaves for its look-up: the slots of distinct keys."""
 
     unique_table_ids: Tensor
     reverse_indices: Tensor
@@ -79,14 +79,14 @@ class DynamicTables(nn.Module):
     """The tables of one group, all of ``DIM`` columns, with a fused SGD.
 
     Args:
-        tables: How many; each with one feature.
+        tables: The number of tables, each with one feature.
         lines: Rows that the cache holds; None for no cache.
         rate: The learning rate.
 
     Attributes:
         cache: The slots before the storage, if any.
         tables: The storage.
-        slots: Where rows are looked up.
+        slots: The slots in which rows are looked up.
         most: The most keys that were outstanding.
         counters: The sum of the counters that each prefetch was given; 0 without any.
         fails: The next look-up raises, in the middle.
@@ -107,7 +107,7 @@ class DynamicTables(nn.Module):
         self._empty_tensor = nn.Parameter(torch.empty(10))
 
     def split_embedding_weights(self) -> list[Tensor]:
-        """Placeholders, one for each table."""
+        """Return a placeholder for each table."""
         return [torch.empty(1, 1) for _ in range(self._count)]
 
     def prefetch(
@@ -138,7 +138,7 @@ class DynamicTables(nn.Module):
         self._prefetch_states.append(state)
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        """The embeddings of the ids of the oldest state."""
+        """Return the embeddings of the ids of the oldest state."""
         if not self.training:
             return self.slots.rows[self._slots_of(indices, offsets)]
         if not self._prefetch_states:
@@ -148,7 +148,7 @@ class DynamicTables(nn.Module):
         return found
 
     def flush(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def _slots_of(self, indices: Tensor, offsets: Tensor) -> Tensor:
         samples = max((len(offsets) - 1) // self._count, 1)
@@ -157,7 +157,7 @@ class DynamicTables(nn.Module):
 
 
 class _LookUp(torch.autograd.Function):
-    """Reads rows; its backward updates them."""
+    """A look-up of rows, whose backward updates them."""
 
     @staticmethod
     def forward(ctx: Any, state: PrefetchState, tables: DynamicTables, anchor: Tensor) -> Tensor:
@@ -181,9 +181,9 @@ class _LookUp(torch.autograd.Function):
 def dynamic(
     job: Job, lines: int | None, counted: bool = False
 ) -> tuple[nn.Module, list[DynamicTables]]:
-    """A job's model on dynamic tables, with this rank's groups of them; row-wise as theirs are.
+    """Return a job's model on row-wise dynamic tables, and this rank's groups of tables.
 
-    If asked for, each id is exchanged with the weight 1, as dynamicemb exchanges its counters.
+    If requested, each id is exchanged with the weight 1, as dynamicemb exchanges its counters.
     """
     model: Any = sharded(job)
     groups = []
@@ -205,18 +205,18 @@ def _counted_input_dist(input_dist: Any, ctx: Any, features: Any) -> Any:
 
 
 def lookups(model: nn.Module) -> Iterator[Any]:
-    """The look-ups of all sharded modules, which keep them in plain lists."""
+    """Yield the look-ups of all sharded modules, which keep them in plain lists."""
     for module in model.modules():
         yield from getattr(module, "_lookups", ())
 
 
 def rows_of(groups: list[DynamicTables]) -> dict[str, Tensor]:
-    """All rows of this rank, copied."""
+    """Return copies of all rows of this rank."""
     return {f"group {number}": group.slots.rows.clone() for number, group in enumerate(groups)}
 
 
 def saving(groups: list[DynamicTables]) -> tuple[Any, Any]:
-    """Functions that capture and restore all rows."""
+    """Return functions that capture and restore all rows."""
 
     def restore(saved: dict[str, Tensor]) -> None:
         for group, rows in zip(groups, saved.values(), strict=True):
@@ -226,7 +226,7 @@ def saving(groups: list[DynamicTables]) -> tuple[Any, Any]:
 
 
 def left_behind(groups: list[DynamicTables]) -> list[str]:
-    """What prefetches have left and no look-up or backward has cleared."""
+    """Return what prefetches have left that no look-up or backward has cleared."""
     counts = {
         "states": sum(len(group._prefetch_states) for group in groups),
         "outstanding keys": sum(int(group._prefetch_outstanding_keys) for group in groups),

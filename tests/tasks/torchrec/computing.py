@@ -1,4 +1,4 @@
-"""Models that compute the inputs of their tables in the forward, by modules and otherwise."""
+"""Models that compute the inputs of their tables in the forward, by modules or otherwise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shifted(ids: KeyedJaggedTensor, by: Any) -> KeyedJaggedTensor:
 
 
 class Move(nn.Module):
-    """Adds a number to ids; how often it ran is a buffer, and part of the state."""
+    """A module that adds a number to ids, and counts its runs in a buffer."""
 
     def __init__(self, by: int) -> None:
         super().__init__()
@@ -42,14 +42,14 @@ class Move(nn.Module):
 
 
 class Augment(nn.Module):
-    """A new batch, of other dense values and ids."""
+    """A module that makes a new batch with other dense values and ids."""
 
     def forward(self, batch: Batch) -> Batch:
         return replace(batch, dense=batch.dense * 2, ids=shifted(batch.ids, 3))
 
 
 class Choose(nn.Module):
-    """Takes collections of what others computed, with constants."""
+    """A module that takes collections of other results, and constants."""
 
     def forward(
         self, parts: list[Any], more: dict[str, Any], by: int = 1
@@ -60,14 +60,14 @@ class Choose(nn.Module):
 
 
 class Negatives(nn.Module):
-    """Draws random ids."""
+    """A module that draws random ids."""
 
     def forward(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
         return shifted(ids, torch.randint(0, ROWS, (len(ids.values()),)))
 
 
 class Weights(nn.Module):
-    """Holds a parameter."""
+    """A module with a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Weights(nn.Module):
 
 
 class Scales(nn.Module):
-    """Changes its batch in place."""
+    """A module that modifies its batch in place."""
 
     def forward(self, batch: Batch) -> Batch:
         batch.dense.mul_(2)
@@ -87,7 +87,7 @@ class Scales(nn.Module):
 
 
 class Rebinds(nn.Module):
-    """Gives its batch another tensor."""
+    """A module that gives its batch another tensor."""
 
     def forward(self, batch: Batch) -> Batch:
         batch.dense = batch.dense * 2
@@ -95,7 +95,7 @@ class Rebinds(nn.Module):
 
 
 class Parts(nn.Module):
-    """A module that holds others, one level down."""
+    """A module that contains another module."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ Kind: TypeAlias = Callable[[Any, Batch], Inputs]
 
 
 class Computes(Model):
-    """A model that computes its tables' inputs as ``kind`` says."""
+    """A model that computes its tables' inputs by the function ``kind``."""
 
     flag = True
     kind: Kind
@@ -130,18 +130,18 @@ class Computes(Model):
 
 
 def one(self: Any, batch: Batch) -> Inputs:
-    """Both tables share the result of one module; so does the dense part."""
+    """Compute both tables' inputs and the dense part by one module."""
     more = self.augment(batch)
     return more.dense, [more.ids, more.ids]
 
 
 def each(self: Any, batch: Batch) -> Inputs:
-    """A module for each; one of them lies within another module, and is called by keyword."""
+    """Compute each input by its own module, one of them nested and called by keyword."""
     return batch.dense, [self.move(batch.ids), self.parts.inner(ids=batch.ids)]
 
 
 def chain(self: Any, batch: Batch) -> Inputs:
-    """One module takes the results of others, in lists and dicts, and constants."""
+    """Compute inputs by a module that takes results of others in lists and dicts, and constants."""
     more = self.augment(batch)
     moved = self.move(more.ids)
     ids, dense = self.choose([more, 0.5], {"ids": moved, "extra": [1, [batch.dense], (2, 3)]}, by=2)
@@ -149,75 +149,75 @@ def chain(self: Any, batch: Batch) -> Inputs:
 
 
 def draws(self: Any, batch: Batch) -> Inputs:
-    """Its modules draw from torch's generator; what is drawn first is used last."""
+    """Compute inputs by modules that draw random numbers, used in the reverse order."""
     first, second = self.negatives(batch.ids), self.more_negatives(batch.ids)
     return batch.dense, [second, first]
 
 
 def flagged(self: Any, batch: Batch) -> Inputs:
-    """Calls its module with another input once the flag is off."""
+    """Call the module with another input if the flag is off."""
     ids = batch.ids if self.flag else shifted(batch.ids, 1)
     moved = self.move(ids)
     return batch.dense, [moved, moved]
 
 
 def by_flag(self: Any, batch: Batch) -> Inputs:
-    """Looks other ids up once the flag is off."""
+    """Look up other ids if the flag is off."""
     ids = batch.ids if self.flag else shifted(batch.ids, 1)
     return batch.dense, [ids, ids]
 
 
 def by_keyword(self: Any, batch: Batch) -> Inputs:
-    """The same, by keyword."""
+    """Look up other ids if the flag is off, by keyword."""
     dense, ids = by_flag(self, batch)
     return dense, [{"features": one} for one in ids]
 
 
 def calls_twice(self: Any, batch: Batch) -> Inputs:
-    """Calls its first tables once more."""
+    """Call the first tables twice."""
     again = self.tables[0](batch.ids).values().sum()
     return batch.dense + again, [batch.ids, batch.ids]
 
 
 def permutes(self: Any, batch: Batch) -> Inputs:
-    """Computes the input of its first tables, outside of modules."""
+    """Compute the input of the first tables outside of modules."""
     return batch.dense, [batch.ids.permute([0, 1, 2, 3]), batch.ids]
 
 
 def leaves_out(self: Any, batch: Batch) -> Inputs:
-    """Never calls its second tables."""
+    """Leave out the second tables."""
     return batch.dense, [batch.ids, None]
 
 
 def branches(self: Any, batch: Batch) -> Inputs:
-    """Does something else where the data says so."""
+    """Branch on the data."""
     if batch.labels.sum() < 0:
         raise ValueError("labels")
     return batch.dense, [batch.ids, batch.ids]
 
 
 def rewraps(self: Any, batch: Batch) -> Inputs:
-    """Puts the same ids into a new container, which changes nothing."""
+    """Put the same ids into a new container, which changes nothing."""
     ids = batch.ids
     again = ids if self.flag else KeyedJaggedTensor(ids.keys(), ids.values(), lengths=ids.lengths())
     return batch.dense, [again, again]
 
 
 def changes(self: Any, batch: Batch) -> Inputs:
-    """Changes its ids in place, after they were exchanged."""
+    """Modify the ids in place after their exchange."""
     if not self.flag:
         batch.ids.values().remainder_(7)
     return batch.dense, [batch.ids, batch.ids]
 
 
 def skips(self: Any, batch: Batch) -> Inputs:
-    """Leaves its module out once the flag is off."""
+    """Leave out the module if the flag is off."""
     moved = self.move(batch.ids) if self.flag else batch.ids
     return batch.dense, [moved, moved]
 
 
 def replaces_part(self: Any, batch: Batch) -> Inputs:
-    """Gives the batch other ids before its module sees it, which no trace shows."""
+    """Give the batch other ids before the module runs, which no trace shows."""
     if not self.flag:
         batch.ids = shifted(batch.ids, 1)
     more = self.augment(batch)
@@ -225,73 +225,73 @@ def replaces_part(self: Any, batch: Batch) -> Inputs:
 
 
 def autocasts(self: Any, batch: Batch) -> Inputs:
-    """Enters autocast within its forward."""
+    """Enter autocast in the forward."""
     with torch.autocast("cpu", enabled=not self.flag):
         more = self.augment(batch)
     return more.dense, [more.ids, more.ids]
 
 
 def with_parameters(self: Any, batch: Batch) -> Inputs:
-    """The module of its first tables holds a parameter."""
+    """Compute the input of the first tables by a module with a parameter."""
     return batch.dense, [self.weights(batch.ids), batch.ids]
 
 
 def twice(self: Any, batch: Batch) -> Inputs:
-    """Calls one module twice."""
+    """Call one module twice."""
     return batch.dense, [self.move(batch.ids), self.move(batch.ids)]
 
 
 def shares(self: Any, batch: Batch) -> Inputs:
-    """Calls a module, and one that it contains."""
+    """Call a module, and one that it contains."""
     return batch.dense, [self.parts(batch.ids), self.parts.inner(batch.ids)]
 
 
 def in_list(self: Any, batch: Batch) -> Inputs:
-    """An element of a list is computed outside of modules."""
+    """Compute an element of a list outside of modules."""
     ids, dense = self.choose([self.augment(batch), batch.dense.sum()], {"ids": batch.ids})
     return dense, [ids, batch.ids]
 
 
 def container(self: Any, batch: Batch) -> Inputs:
-    """Makes the ids' container in its forward."""
+    """Make the ids' container in the forward."""
     ids = KeyedJaggedTensor(keys=["f0"], values=batch.labels, lengths=batch.labels)
     return batch.dense, [ids, ids]
 
 
 def in_place(self: Any, batch: Batch) -> Inputs:
-    """Its module changes the batch in place."""
+    """Modify the batch in place by the module."""
     more = self.scales(batch)
     return more.dense, [more.ids, more.ids]
 
 
 def reads_before(self: Any, batch: Batch) -> Inputs:
-    """The forward reads what its module changes, before it calls the module."""
+    """Read in the forward what the module modifies later."""
     dense = batch.dense + 1
     more = self.scales(batch)
     return dense, [more.ids, more.ids]
 
 
 def reads_before_rebound(self: Any, batch: Batch) -> Inputs:
-    """The same, where it gets another tensor."""
+    """Read in the forward what the module replaces later."""
     dense = batch.dense + 1
     more = self.rebinds(batch)
     return dense, [more.ids, more.ids]
 
 
 def rebound(self: Any, batch: Batch) -> Inputs:
-    """Its module gives the batch another tensor."""
+    """Give the batch another tensor by the module."""
     more = self.rebinds(batch)
     return more.dense, [more.ids, more.ids]
 
 
 def of_embeddings(self: Any, batch: Batch) -> Inputs:
-    """Its second tables' ids come out of the first's embeddings."""
+    """Compute the second tables' ids from the first tables' embeddings."""
     found = self.tables[0](batch.ids)
     return batch.dense, [batch.ids, self.move(found)]
 
 
 def computing(kind: Kind) -> nn.Module:
-    """A sharded model of a kind, with all modules that a kind may call."""
+    """Return a sharded model of a kind, with all modules that a kind may call."""
     model: Any = plain_model(TWO)
     model.__class__ = Computes
     model.kind = kind
@@ -309,7 +309,7 @@ def refused(
     change: Callable[[nn.Module], object] | None = None,
     **options: Any,
 ) -> str:
-    """What is said in a training of 5 batches, with the flag off from one of them on."""
+    """Return the error of a training of 5 batches, with the flag off from one of them on."""
     model = computing(kind)
     data = batches(5)
 

@@ -1,4 +1,4 @@
-"""One training by a pipeline class, ours or TorchRec's, and what the tests share."""
+"""A training by a pipeline class, ours or TorchRec's, and common parts of its tests."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ PIPELINES = tuple(
     if re.match("Train(Pipeline|Eval)|Eval|Prefetch", name)
     and any(hasattr(module, name) for module in MODULES)
 )
-"""Those that the installed TorchRec has."""
+"""The pipelines that the installed TorchRec has."""
 
 
 def theirs(name: str) -> Any:
-    """TorchRec's class of that name."""
+    """Return TorchRec's class of that name."""
     return next(getattr(module, name) for module in MODULES if hasattr(module, name))
 
 
 def arguments(kind: Any) -> dict[str, Any]:
-    """The names of a constructor's parameters, in order, with their defaults."""
+    """Return the names of a constructor's parameters in order, with their defaults."""
     parameters = signature_of(kind).parameters
     return {name: parameter.default for name, parameter in parameters.items()}
 
 
 def made(kind: Any, job: Job | None = None, **options: Any) -> Any:
-    """A pipeline on a newly sharded model."""
+    """Return a pipeline on a newly sharded model."""
     job = job or Job()
     model = sharded(job)
     return kind(model, dense_optimizer(job, model), CPU, **options)
@@ -73,7 +73,7 @@ def trained(
     job: Job | None = None,
     **options: Any,
 ) -> Outcome:
-    """What a pipeline makes of so many batches, or of a loop of its own."""
+    """Train a pipeline on a number of batches, or by a loop of its own."""
     pipeline = made(kind, job, **options)
     run = loop if callable(loop) else lambda one: to_the_end(one, batches(loop))
     outputs = run(pipeline)
@@ -81,13 +81,13 @@ def trained(
 
 
 def several(*counts: int) -> Iterator[Iterator[Batch]]:
-    """Iterators over so many batches each, all different."""
+    """Yield iterators over different batches, with these lengths."""
     for seed, count in enumerate(counts):
         yield batches(count, seed=seed)
 
 
 def _record_nothing(tensor: torch.Tensor, stream: object) -> None:
-    """A CPU has no streams to record."""
+    """Do nothing: a CPU has no streams."""
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Stand-ins for Megatron-LM's wrappers and optimizer, written from its documentation.
 
-What matters here: gradients lie in one buffer, of which each ``parameter.main_grad`` is a part; a
-backward adds to it, and sets ``parameter.grad`` to None; nothing but ``zero_grad_buffer`` clears it
-and nothing but ``finish_grad_sync`` reduces it. Like Megatron's, the wrapper is strict: it counts a
-step's last backward, and refuses to reduce twice or before.
+All gradients lie in one buffer, of which each ``parameter.main_grad`` is a part. A backward adds to
+it, and sets ``parameter.grad`` to None. Only ``zero_grad_buffer`` clears the buffer, and only
+``finish_grad_sync`` reduces it. Like Megatron's, the wrapper is strict: it counts a step's last
+backward, and refuses to reduce twice or before it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.tasks.torchrec.models import Job, dense_optimizer, sharded
 
 
 class Float16Module(nn.Module):
-    """Passes everything on; the real one converts tensors of 32 bits."""
+    """A wrapper that passes everything on; the real one converts tensors of 32 bits."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Float16Module(nn.Module):
 
 
 class DistributedDataParallel(nn.Module):
-    """Keeps the gradients of ``parameters`` in a buffer, and reduces them when it is told."""
+    """A wrapper with the gradients of ``parameters`` in one buffer, reduced on request."""
 
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within the block backwards are not the last of their step."""
+        """Mark backwards in the block as not the last of their step."""
         self._last = False
         try:
             yield
@@ -72,7 +72,7 @@ class DistributedDataParallel(nn.Module):
             self._last = True
 
     def finish_grad_sync(self) -> None:
-        """Average over the ranks."""
+        """Average the gradients over the ranks."""
         if not self._ready:
             raise RuntimeError("the gradients were reduced already, or no last backward has run")
         self._ready.clear()
@@ -81,13 +81,13 @@ class DistributedDataParallel(nn.Module):
 
 
 class Optimizer:
-    """SGD on ``main_grad``; like Megatron's, it is no ``torch.optim.Optimizer``."""
+    """An SGD on ``main_grad``; like Megatron's, it is no ``torch.optim.Optimizer``."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
         self.param_groups = [{"params": parameters, "lr": lr}]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of ``parameter.grad`` only."""
+        """Clear ``parameter.grad`` only."""
         for parameter in self.param_groups[0]["params"]:
             parameter.grad = None
 
@@ -101,13 +101,13 @@ class Optimizer:
 
 
 def within_megatrons(model: Any, inner: nn.Module, parameters: list[Any]) -> tuple[Any, Any]:
-    """A model of TorchRec's within both wrappers, and the optimizer of these parameters."""
+    """Return a model of TorchRec within both wrappers, and the optimizer of these parameters."""
     model._dmp_wrapped_module = DistributedDataParallel(Float16Module(inner), parameters)
     return model, Optimizer(parameters, 0.1)
 
 
 def megatrons(plain: nn.Module | None = None) -> tuple[Any, Any]:
-    """A sharded model within both wrappers, and the optimizer of its dense part."""
+    """Return a sharded model within both wrappers, and the optimizer of its dense part."""
     model: Any = sharded(Job(), plain, ddp=False)
     parameters = dense_optimizer(Job(), model).param_groups[0]["params"]
     return within_megatrons(model, model._dmp_wrapped_module, parameters)

@@ -1,4 +1,4 @@
-"""A small recommender on sharded tables, its batches, and what TorchRec makes of them."""
+"""A small recommender on sharded tables, its batches, and TorchRec's results for them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Batch(Pipelineable):  # type: ignore[misc]
         )
 
     def work(self) -> Tensor:
-        """Ids per row, as floats: what a shuffler balances."""
+        """Return the ids per row, as floats, which a shuffler balances."""
         return self.ids.lengths().view(TABLES, -1).sum(0).float()
 
     def record_stream(self, stream: Any) -> None:
@@ -70,15 +70,15 @@ class Batch(Pipelineable):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained: the sharding of the tables, pooled or not, and by what.
+    """A job: the sharding of the tables, whether they are pooled, and the optimizer.
 
     Attributes:
-        sharding: How the tables lie.
+        sharding: The sharding of the tables.
         pooled: Bags (one embedding per row and table), or collections (one per id).
-        optimizer: Of tables and dense parameters.
+        optimizer: The optimizer of tables and dense parameters.
         fused: The tables' is fused into backward; never where they are data-parallel.
         modules: Over how many sharded modules the tables are spread.
-        options: Of the optimizer.
+        options: The options of the optimizer.
     """
 
     sharding: str = "table_wise"
@@ -90,7 +90,7 @@ class Job:
 
 
 def batches(count: int, seed: int = 0, rank: int | None = None) -> Iterator[Batch]:
-    """This rank's part of ``count`` batches; empty bags and repeated ids occur."""
+    """Yield this rank's part of ``count`` batches; empty bags and repeated ids occur."""
     rank = dist.get_rank() if rank is None else rank
     draws = torch.Generator().manual_seed(1000 * seed + rank)
     for _ in range(count):
@@ -105,7 +105,7 @@ def batches(count: int, seed: int = 0, rank: int | None = None) -> Iterator[Batc
 
 
 class Model(nn.Module):
-    """Bottom network, embeddings, top network; returns (loss, logits)."""
+    """A model of a bottom network, embeddings and a top network; returns (loss, logits)."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Model(nn.Module):
 
 
 class _Pool(nn.Module):
-    """Sums of each row's embeddings, for tables that do not pool."""
+    """Sum each row's embeddings, for tables that do not pool."""
 
     def forward(self, embedded: Any) -> Tensor:
         return torch.cat(
@@ -145,13 +145,13 @@ class _Pool(nn.Module):
 
 
 def bags(which: Iterable[int], *, weighted: bool = False) -> EmbeddingBagCollection:
-    """Pooled tables, by number; one feature each."""
+    """Return pooled tables by number, with one feature each."""
     made = [EmbeddingBagConfig(**_config(t)) for t in which]
     return EmbeddingBagCollection(tables=made, is_weighted=weighted, device=CPU)
 
 
 def collection(which: Iterable[int]) -> EmbeddingCollection:
-    """Tables that are not pooled."""
+    """Return tables that are not pooled."""
     return EmbeddingCollection(tables=[EmbeddingConfig(**_config(t)) for t in which], device=CPU)
 
 
@@ -161,7 +161,7 @@ def _config(t: int) -> dict[str, Any]:
 
 
 def plain_model(job: Job, seed: int = 7) -> Model:
-    """The same model on every rank."""
+    """Return a model with the same weights on every rank."""
     torch.manual_seed(seed)
     model = Model(job)
     for parameter in model.tables.parameters():
@@ -170,7 +170,7 @@ def plain_model(job: Job, seed: int = 7) -> Model:
 
 
 def sharded(job: Job, model: nn.Module | None = None, *, ddp: bool = True) -> nn.Module:
-    """The model over all ranks, its tables' optimizer fused into backward.
+    """Return the model sharded over all ranks, with the tables' optimizer fused into backward.
 
     ``ddp`` wraps the rest in torch's DDP.
     """
@@ -209,13 +209,13 @@ def sharded(job: Job, model: nn.Module | None = None, *, ddp: bool = True) -> nn
 
 
 def dense_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of all that no fused one updates."""
+    """Return the optimizer of all parameters that no fused one updates."""
     named = in_backward_optimizer_filter(model.named_parameters())
     return job.optimizer([parameter for _, parameter in named], **job.options)
 
 
 def everything(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's share of all parameters and buffers, copied."""
+    """Return copies of this rank's shard of all parameters and buffers."""
     return {name: value.clone() for name, value in _own(model).items()}
 
 
@@ -237,18 +237,18 @@ def _own(model: nn.Module) -> dict[str, Tensor]:
 
 
 def keyed_dense(model: nn.Module) -> Any:
-    """TorchRec's wrapper around SGD for all that is not fused."""
+    """Return TorchRec's wrapper around SGD for all parameters that are not fused."""
     named = dict(in_backward_optimizer_filter(model.named_parameters()))
     return KeyedOptimizerWrapper(named, lambda params: torch.optim.SGD(params, lr=0.1))
 
 
 def combined(model: nn.Module) -> Any:
-    """The tables' fused optimizer and the dense one, as TorchRec's examples have it."""
+    """Return the fused and the dense optimizer combined, as in TorchRec's examples."""
     return CombinedOptimizer([model.fused_optimizer, keyed_dense(model)])
 
 
 def warmed_up(model: nn.Module) -> Any:
-    """The rate changes in every step."""
+    """Return an optimizer whose rate changes in every step."""
     stages = [
         WarmupStage(WarmupPolicy.LINEAR, max_iters=5, value=0.1),
         WarmupStage(WarmupPolicy.POLY, max_iters=100, value=2.0, decay_iters=50),

@@ -1,4 +1,4 @@
-"""Handles that are waited for once, and whose results can be had again."""
+"""Handles are waited for once, and their results can be read again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swpipe.tasks.torchrec.rewriting.awaitables import Replayable, fused_splits
 
 
 class OneShot(Awaitable):  # type: ignore[misc]
-    """Fails when it is waited for twice; fills in its context, as TorchRec's do."""
+    """An awaitable that can be waited for once, and fills in a context, as TorchRec's do."""
 
     def __init__(self, result: Any, context: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class OneShot(Awaitable):  # type: ignore[misc]
 
 
 class TwoStreams:
-    """A device that takes down what it is asked for; the current stream is a name."""
+    """A device that records requests; its current stream is a name."""
 
     has_streams = True
     type = "two"
@@ -65,7 +65,7 @@ class TwoStreams:
 
 
 def test_later_waits_return_the_values_without_the_graph() -> None:
-    """The first returns the result itself and the filled context; later ones leaves, and a copy."""
+    """The first returns the result and the filled context; later ones return leaves and a copy."""
     result = {"a": torch.ones(2, requires_grad=True) * 2, "b": torch.ones(1)}
     context: dict[str, Any] = {}
     handle = Replayable(OneShot(result, context), CpuDevice(), context)
@@ -81,7 +81,7 @@ def test_later_waits_return_the_values_without_the_graph() -> None:
 
 
 def test_only_one_of_two_threads_waits() -> None:
-    """The other one gets the same result."""
+    """The other thread gets the same result."""
     handle = Replayable(OneShot(torch.ones(1)), CpuDevice())
     ready = threading.Barrier(2)
 

@@ -57,7 +57,7 @@ JOB = Job("row_wise", pooled=False)
 
 
 def _by_torchrec() -> tuple[Outcome, list[DynamicTables]]:
-    """TorchRec's plain loop, on tables of its own with room for everything."""
+    """Train in TorchRec's plain loop, on tables with room for everything."""
     model, groups = dynamic(JOB, 10_000)
     outcome = by_torchrec(JOB, batches(STEPS), model)
     return Outcome(outcome.outputs, outcome.state | rows_of(groups)), groups
@@ -77,7 +77,7 @@ def _tasks(model: Any, forward: Kind, **options: Any) -> SparseDistTasks:
 
 
 def _behind_cache(plan: str, forward: Kind) -> list[str]:
-    """What is wrong with a training with as many lines as the largest batch has keys."""
+    """Return the faults of a training with as many lines as the largest batch has keys."""
     wanted, roomy = _by_torchrec()
     lines = torch.tensor(max(group.most for group in roomy))
     dist.all_reduce(lines, dist.ReduceOp.MAX)
@@ -96,7 +96,7 @@ def _behind_cache(plan: str, forward: Kind) -> list[str]:
 def test_a_cache_of_one_batch_is_enough(two_ranks: Ranks, plan: str, forward: Kind) -> None:
     """Each batch is looked up before the next is prefetched; numbers are the plain loop's.
 
-    TorchRec's `prefetch` hands no counters on: each key would count once in a batch.
+    TorchRec's `prefetch` passes no counters on: each key would count once in a batch.
     """
     assert two_ranks.run(_behind_cache, plan, forward) == [[], []]
 
@@ -113,7 +113,7 @@ def _made(name: str, lines: int | None = 200, **options: Any) -> Any:
 
 
 def _after_shortcut(task: str) -> tuple[list[str], list[str]]:
-    """What is left after a task was shortcut, and where later batches differ from TorchRec's.
+    """Return the remains of a shortcut task, and how later batches differ from TorchRec's.
 
     Shortcuts are enabled and disabled with batches in flight.
     """
@@ -145,7 +145,7 @@ def test_a_shortcut_leaves_no_prefetch_behind(two_ranks: Ranks, task: str) -> No
 
 
 def _dropped_and_replayed() -> list[str]:
-    """A batch is dropped between its dense backward and that of its tables; its cut is replayed."""
+    """Drop a batch between its dense and its table backward, and replay the cut of the graph."""
     pipeline, _, groups = _made(SPLIT)
     without_ids = next(batches(1))
     without_ids.ids = without_ids.dense  # which can be copied, and not exchanged
@@ -167,7 +167,7 @@ def _dropped_and_replayed() -> list[str]:
 
 
 def test_a_replayed_cut_trains_no_dropped_batch(two_ranks: Ranks) -> None:
-    """Its rows are unpinned already, and may be another batch's."""
+    """Its rows are no longer pinned, and may belong to another batch."""
     assert two_ranks.run(_dropped_and_replayed) == [[], []]
 
 
@@ -230,7 +230,7 @@ def _left_by_overflow(serially: bool) -> list[str]:
 
 @pytest.mark.parametrize("serially", [True, False], ids=["serial", "pipelined"])
 def test_a_prefetch_that_fails_leaves_no_count_behind(two_ranks: Ranks, serially: bool) -> None:
-    """It has counted its keys, and made no state that a look-up could count off."""
+    """It has counted its keys, but made no state from which a look-up could subtract."""
     assert two_ranks.run(_left_by_overflow, serially) == [[], []]
 
 
@@ -255,7 +255,7 @@ def _with_foreign_states() -> None:
 
 
 def test_another_pipelines_prefetches_are_refused(two_ranks: Ranks) -> None:
-    """They would be looked up in place of this one's batches."""
+    """They would be looked up instead of this pipeline's batches."""
     with pytest.raises(RuntimeError, match=r"tables\.0'.* holds 1 prefetched batches of another"):
         two_ranks.run(_with_foreign_states)
 
@@ -266,7 +266,7 @@ def _alone() -> tuple[DynamicTables, PrefetchedBatches]:
 
 
 def test_a_prefetch_that_outlives_its_run_is_released() -> None:
-    """A thread may still be inside when the others are dropped; the next batch is not misled."""
+    """A thread may still be inside when the others are dropped; the next batch is right."""
     group, prefetched = _alone()
     with prefetched.prefetching():
         prefetched.drop()
@@ -275,7 +275,7 @@ def test_a_prefetch_that_outlives_its_run_is_released() -> None:
 
 
 def test_a_look_up_that_outlives_its_run_is_released() -> None:
-    """Likewise, with what it prefetched by itself."""
+    """This also includes what it has prefetched itself."""
     group, prefetched = _alone()
     ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 2])
     with prefetched.prefetching():
@@ -287,7 +287,7 @@ def test_a_look_up_that_outlives_its_run_is_released() -> None:
 
 
 class CountedTable(nn.Module):
-    """Notes the counters of its prefetch."""
+    """A table that notes the counters of its prefetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ def test_keys_are_counted_by_the_weights_that_lie_beside_them() -> None:
 
 
 def test_an_unknown_dynamicemb_is_refused() -> None:
-    """One whose queue is called otherwise could not be balanced."""
+    """If its queue had another name, it could not be balanced."""
     group, _ = _alone()
     unknown = type("TablesV9", (nn.Module,), {"prefetch": None, "__module__": "dynamicemb.tables"})
     unknown.prefetch = DynamicTables.prefetch
@@ -332,7 +332,7 @@ MEASURED = (PREFETCH, EMBED, "DenseForward", "EmbBackward")
 
 
 def _profiled() -> tuple[set[str], list[str]]:
-    """The tasks measured, and in what the state differs from before."""
+    """Return the measured tasks, and the differences of the state after a profile."""
     model, groups = dynamic(JOB, 100)
     with create(SPLIT, model, JOB, tables_state=saving(groups)) as pipeline:
         to_the_end(pipeline, batches(3))
@@ -345,7 +345,7 @@ def _profiled() -> tuple[set[str], list[str]]:
 
 
 def test_the_profiler_measures_with_a_cache(two_ranks: Ranks) -> None:
-    """No task that is left out fills the cache; afterwards every row is as before."""
+    """No shortcut fills the cache; afterwards every row is as before."""
     assert two_ranks.run(_profiled) == [({*MEASURED}, [])] * 2
 
 
@@ -360,7 +360,7 @@ def _recorded(given: bool) -> list[str]:
 
 
 def test_rows_that_cannot_be_restored_are_refused(one_rank: Ranks) -> None:
-    """By the module's name, with the argument that restores them; with it, they are restored."""
+    """The error has the module's name and the argument that restores them."""
     refused = r"tables\.0 \(ShardedEmbeddingCollection\).*tables_state=\(capture, restore\)"
     with pytest.raises(RuntimeError, match=refused):
         one_rank.run(_recorded, False)

@@ -1,4 +1,4 @@
-"""A pipeline by name and its step: what is refused, by which words; what each plan promises."""
+"""A pipeline by name and its step: what is refused, with which words, and what plans promise."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SGD = torch.optim.SGD(LAYER.parameters(), lr=0.1)
 
 
 def _misfit(job: Job, forward: str, optimizer: Any = dense_optimizer) -> str:
-    """What is said of the plan that looks up before the optimizers' step."""
+    """Return the error of the plan that looks up before the optimizers' step."""
     model, plan = sharded(job), plans.split(after_step=False)
     made = optimizer(job, model) if optimizer is dense_optimizer else optimizer(model)
     given = {"model": model, "optimizer": made, "device": CPU, "forward": forward}
@@ -60,7 +60,7 @@ def _misfit(job: Job, forward: str, optimizer: Any = dense_optimizer) -> str:
 
 
 def test_a_plan_that_does_not_suit_is_refused(one_rank: Ranks) -> None:
-    """The early look-up is for the split forward, tables that update themselves, known rates."""
+    """The early look-up needs the split forward, tables that update themselves, known rates."""
     assert one_rank.run(_misfit, Job(), "split") == ["nothing raised"]
     assert "'dense'" in one_rank.run(_misfit, Job(), "prefetch")[0]
     assert "'tables'" in one_rank.run(_misfit, Job("data_parallel"), "split")[0]
@@ -71,7 +71,7 @@ def test_a_plan_that_does_not_suit_is_refused(one_rank: Ranks) -> None:
 
 
 def _on_streams(sharding: str) -> list[str]:
-    """The ready-made plans that would be refused on a device with streams."""
+    """Return the ready-made plans that would be refused on a device with streams."""
     model = sharded(Job(sharding))
     step = TrainStep([dense_optimizer(Job(sharding), model)])
     tasks = SparseDistTasks(model, step, device="cpu")
@@ -92,7 +92,7 @@ def test_the_plans_hold_on_a_device_with_streams(one_rank: Ranks, sharding: str)
 
 
 def _scattered(forward: Kind, sharding: str) -> list[str]:
-    """What is refused of plans with a ready-made plan's dependences, and any stages and threads."""
+    """Return the refusals of plans with random stages and threads but a ready-made plan's edges."""
     model = sharded(Job(sharding))
     step = TrainStep([dense_optimizer(Job(sharding), model)])
     tasks = SparseDistTasks(model, step, TaskOptions(forward=forward), device="cpu").tasks()
@@ -107,7 +107,7 @@ def _scattered(forward: Kind, sharding: str) -> list[str]:
 
 @pytest.mark.parametrize("forward", ["pipelined", "split"])
 def test_dependences_alone_keep_the_order_of_states(one_rank: Ranks, forward: Kind) -> None:
-    """So that a planner may take any other stages, threads and order for them."""
+    """Therefore a planner may choose any other stages, threads and order."""
     for sharding in ("table_wise", "data_parallel"):
         assert one_rank.run(_scattered, forward, sharding) == [[]]
 
@@ -120,13 +120,13 @@ def _states_of_backward(forward: Kind) -> set[str]:
 
 
 def test_one_backward_for_both_says_that_it_updates_the_tables(one_rank: Ranks) -> None:
-    """Without the cut it is that of the dense part."""
+    """Without the cut, the dense part's backward does it."""
     assert "tables" in one_rank.run(_states_of_backward, "ahead")[0]
     assert "tables" not in one_rank.run(_states_of_backward, "split")[0]
 
 
 def _prefetched_after(forward: Kind) -> list[str]:
-    """The tasks of the batch before that a prefetch waits for in the plan ``split``."""
+    """Return the tasks of the previous batch before a prefetch in the plan ``split``."""
     with create(EXACT[3], forward=forward) as pipeline:
         pairs = pipeline.pipe.plan.same_period_deps
         return [before for after, before in pairs if after == plans.PREFETCH]
@@ -160,12 +160,12 @@ def test_a_prefetch_comes_after_the_backward_that_updates_tables(one_rank: Ranks
     ],
 )
 def test_what_is_wrong_is_said_when_it_is_made(call: Callable[[], Any], said: str) -> None:
-    """With the value and the mend."""
+    """The error has the value and the fix."""
     assert refusal(call).startswith(said)
 
 
 def _told() -> dict[str, str]:
-    """What needs a process group to be wrong."""
+    """Return the errors that only a process group shows."""
 
     def scaled(model: nn.Module, optimizer: Any, **options: Any) -> str:
         step = TrainStep([optimizer], **options)
@@ -193,7 +193,7 @@ def _told() -> dict[str, str]:
 
 
 def test_what_would_give_other_numbers_is_refused(one_rank: Ranks) -> None:
-    """Scaled gradients in tables, ``parameter.grad`` with Megatron, modes of the moment."""
+    """These are scaled gradients in tables, ``parameter.grad`` with Megatron, temporary modes."""
     expected = {
         "fused tables": ("with the scaled gradients: use bfloat16",),
         "megatron, a norm": ("parameter.main_grad",),
@@ -213,7 +213,7 @@ def test_what_would_give_other_numbers_is_refused(one_rank: Ranks) -> None:
 
 
 def test_losses_become_one_number() -> None:
-    """A number, one per row, or a dict of these."""
+    """They may be a number, one per row, or a dict of these."""
     both = {"a": torch.tensor(2.0), "b": torch.tensor([3.0, 4.0])}
     assert [TrainStep([SGD]).total(one).item() for one in (both["a"], both["b"], both)] == [2, 7, 9]
 
@@ -235,12 +235,12 @@ def _scaled() -> list[str]:
 
 
 def test_a_scaler_scales_and_unscales(two_ranks: Ranks) -> None:
-    """By a power of two it changes no bit; gradients are clipped as they are without it."""
+    """A power of two changes no bit; gradients are clipped as without it."""
     assert two_ranks.run(_scaled) == [[], []]
 
 
 def _evaluated() -> bool:
-    """Whether an evaluation leaves the gradients of the last step."""
+    """Return whether an evaluation leaves the gradients of the last step."""
     model = sharded(Job())
     with create(SERIAL, model) as pipeline:
         to_the_end(pipeline, batches(1))
@@ -253,7 +253,7 @@ def _evaluated() -> bool:
 
 
 def test_an_evaluation_leaves_gradients(one_rank: Ranks) -> None:
-    """As in a plain loop, whose ``zero_grad`` belongs to the step."""
+    """This is as in a plain loop, whose ``zero_grad`` belongs to the step."""
     assert one_rank.run(_evaluated) == [True]
 
 
@@ -266,7 +266,7 @@ def _wrapped(pipeline: Any, model: nn.Module, optimizer: Any) -> Any:
 
 
 def _shortcut() -> bool:
-    """Whether a replayed backward leaves Megatron's buffer as the backward left it."""
+    """Return whether a replayed backward leaves Megatron's buffer as the backward left it."""
     model, optimizer = megatrons()
     with create(SERIAL, model, step=TrainStep([optimizer])) as pipeline:
         wrapper = model._dmp_wrapped_module
@@ -281,12 +281,12 @@ def _shortcut() -> bool:
 
 
 def test_a_shortcut_of_the_backward_puts_megatrons_buffer_back(one_rank: Ranks) -> None:
-    """``parameter.grad`` is None with Megatron: that alone would be nothing."""
+    """``parameter.grad`` is None with Megatron: that alone would not suffice."""
     assert one_rank.run(_shortcut) == [True]
 
 
 class Corrupt(Iterator[int]):
-    """Numbers from 0 to 5, and an error in place of 2."""
+    """An iterator over 0 to 5, with an error in place of 2."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -311,7 +311,7 @@ def test_an_error_keeps_its_place_among_batches_that_are_kept_back(
 
 
 def handed_out(batches: Iterator[int]) -> Iterator[Any]:
-    """The batches, and the texts of the errors."""
+    """Yield the batches, and the texts of the errors."""
     while True:
         try:
             yield next(batches)
@@ -322,7 +322,7 @@ def handed_out(batches: Iterator[int]) -> Iterator[Any]:
 
 
 class Broken(Iterator[int]):
-    """Number 0, and then the same error for ever."""
+    """An iterator of 0 that then raises the same error forever."""
 
     def __init__(self) -> None:
         self.begun = False

@@ -1,7 +1,7 @@
-"""What holds of every pipeline by name, on two ranks: one table of properties and names.
+"""Properties of every pipeline by name, on two ranks: one table of properties and names.
 
-Each property is a function that returns what is wrong with one name; all numbers are compared bit
-for bit. It is asked of the names that differ in it: with the dense part and the tables in one
+Each property is a function that returns the faults of one name; all numbers are compared bit for
+bit. It is checked for the names that differ in it: with the dense part and the tables in one
 backward or two, with looked-up rows in flight or not.
 """
 
@@ -76,7 +76,7 @@ PROPERTIES: dict[str, tuple[Callable[[str], list[str]], tuple[str, ...]]] = {}
 
 
 def of(*names: str) -> Callable[[Callable[[str], list[str]]], Callable[[str], list[str]]]:
-    """A property of these names."""
+    """Register a property of these names."""
 
     def add(fn: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
         PROPERTIES[fn.__name__] = fn, names
@@ -89,7 +89,7 @@ def of(*names: str) -> Callable[[Callable[[str], list[str]]], Callable[[str], li
 
 
 def _losses(model: nn.Module) -> Callable[[Batch], Any]:
-    """Calls the model, and makes a dict of two losses of it."""
+    """Return a function that calls the model, and makes a dict of two losses."""
 
     def forward(batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
         loss, logits = model(batch)
@@ -106,7 +106,7 @@ def _weigh(losses: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _made(kind: str) -> tuple[Any, list[Any], list[Any]]:
-    """A model, two optimizers for its parts and a schedule for each; or Megatron's wrappers."""
+    """Return a model, optimizers for its parts and their schedules; or Megatron's wrappers."""
     if kind == "megatron":
         model, optimizer = megatrons()
         return model, [optimizer], []
@@ -122,7 +122,7 @@ KINDS = {"table_wise": (3, 4), "data_parallel": (1, 3), "megatron": (3, 6)}
 
 
 def _finalize(model: Any) -> None:
-    """Megatron's, or halve the gradients."""
+    """Reduce the gradients by Megatron's method, or halve them."""
     if hasattr(model._dmp_wrapped_module, "finish_grad_sync"):
         model._dmp_wrapped_module.finish_grad_sync()
         return
@@ -164,10 +164,10 @@ def _by_hand(kind: str) -> Outcome:
 
 @of(PREFETCH, SPLIT)
 def runs_the_users_step_as_a_loop_would(name: str) -> list[str]:
-    """A dict of losses, a collective over them, a gradient hook, clipping, two schedules.
+    """Run a step with a dict of losses, a collective, a gradient hook, clipping, and two schedules.
 
-    Megatron's DDP with a Float16Module inside was refused as untraceable; with ``find="direct"`` it
-    trained on the sum of all gradients since the beginning.
+    Megatron's DDP with a Float16Module inside was once refused as untraceable; with
+    ``find="direct"`` it trained on the sum of all gradients since the beginning.
     """
     found = []
     for kind, (accumulate, steps) in KINDS.items():
@@ -183,7 +183,7 @@ def runs_the_users_step_as_a_loop_would(name: str) -> list[str]:
 
 @of(SPARSE, SPLIT)
 def takes_the_rates_of_the_moment(name: str) -> list[str]:
-    """On dense and on fused parameters, within the step; how classes by name take them: test_rates.
+    """Change rates of dense and fused parameters in the step; ``test_rates`` does so by class.
 
     The fused kernel takes the rate at the look-up; once ours handed it over in the backward.
     """
@@ -196,7 +196,7 @@ def takes_the_rates_of_the_moment(name: str) -> list[str]:
 
 @of(PREFETCH)
 def an_evaluation_within_an_accumulation_changes_nothing(name: str) -> list[str]:
-    """Only batches that are trained on count, and ``drain`` does not step."""
+    """Accumulate over an evaluation: only training batches count, and ``drain`` does not step."""
     outcomes = []
     for parts in ((8,), (3, 5)):
         model, data = sharded(Job()), batches(8)
@@ -215,14 +215,14 @@ def an_evaluation_within_an_accumulation_changes_nothing(name: str) -> list[str]
 
 
 class Replicas(DMPCollection):  # type: ignore[misc]
-    """Stands in for a ``DMPCollection`` whose tables have replicas on other ranks.
+    """A stand-in for a ``DMPCollection`` whose tables have replicas on other ranks.
 
-    That class asks for a GPU. Each rank takes the other's table sums into its own, so that a sync
-    too many, too few, or at another moment changes bits.
+    The real class needs a GPU. Each rank adds the other's table sums to its own, so that a missing,
+    an extra or a displaced sync changes bits.
     """
 
     def sync(self, include_optimizer_state: bool = True) -> None:
-        """Move the tables a little towards something that depends on both ranks' tables."""
+        """Move the tables slightly, by an amount that depends on both ranks' tables."""
         with torch.no_grad():
             for parameter in self.module.tables.parameters():
                 local = parameter.detach()
@@ -257,7 +257,7 @@ def _replicas_by_torchrec(place: int) -> Outcome:
 
 @of(SPARSE, SPLIT)
 def averages_replicas_as_torchrec(name: str) -> list[str]:
-    """After the update within the backward, of every n-th batch."""
+    """Average replicas after the update in the backward of every n-th batch."""
     found = []
     for place, (job, interval) in enumerate(REPLICATED):
         model = _replicated(job)
@@ -268,7 +268,7 @@ def averages_replicas_as_torchrec(name: str) -> list[str]:
 
 
 class _Head(nn.Module):
-    """A dense part over tables whose embeddings have some width, and are keyed or a tensor."""
+    """A dense part over tables, with embeddings of some width, keyed or as one tensor."""
 
     keyed = True
 
@@ -286,7 +286,7 @@ class _Head(nn.Module):
 
 
 class _Processed(_Head):
-    """Bags behind feature processors, which have parameters of their own."""
+    """A model of bags behind feature processors, which have parameters of their own."""
 
     def __init__(self) -> None:
         super().__init__(DIM * TABLES)
@@ -307,7 +307,7 @@ class _Interaction(nn.Module):
 
 
 class _Towers(_Head):
-    """Towers: each has tables, and an interaction that runs on the rank of its tables."""
+    """A model of towers: tables, and an interaction that runs on the rank of the tables."""
 
     keyed = False
 
@@ -327,13 +327,13 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Of all that no fused one updates."""
+    """Return Adam for all parameters that no fused optimizer updates."""
     named = in_backward_optimizer_filter(model.named_parameters())
     return torch.optim.Adam([parameter for _, parameter in named], lr=0.01)
 
 
 def _data_of(kind: str, count: int) -> Iterator[Batch]:
-    """Batches that the model takes."""
+    """Yield batches that the model takes."""
     draws = torch.Generator().manual_seed(dist.get_rank())
     for batch in batches(count):
         if kind == "feature processors":
@@ -349,7 +349,7 @@ def _ddp_on_cpu(module: nn.Module, device_ids: Any = None, **options: Any) -> nn
 
 
 def _planned(kind: str) -> nn.Module:
-    """The model over all ranks, with fused tables, as TorchRec's planner shards it."""
+    """Return the model over all ranks, with fused tables, as TorchRec's planner shards it."""
     torch.manual_seed(5)
     model = ZOO[kind]()
     optimized = [p for name, p in model.named_parameters() if "embedding_bags" in name]
@@ -370,9 +370,9 @@ def _planned(kind: str) -> nn.Module:
 
 @of(SPLIT)
 def trains_tables_with_parameters_of_ddp(name: str) -> list[str]:
-    """DDP reduces these within the module, or around it; then it is looked up with the dense part.
+    """Train tables with parameters that DDP reduces, within the module or around it.
 
-    The gradients of feature processors came after DDP's backward, and were lost.
+    The gradients of feature processors once came after DDP's backward, and were lost.
     """
     found = []
     for kind in ZOO:
@@ -393,7 +393,7 @@ def trains_tables_with_parameters_of_ddp(name: str) -> list[str]:
 
 
 def _marks(model: nn.Module) -> set[str]:
-    """What a rewrite sets on modules."""
+    """Return the attributes that a rewrite sets on modules."""
     marks = {name for name, m in model.named_modules() if getattr(m, "is_pipelined", False)}
     for name, module in model.named_modules():
         marks |= {f"{name}.forward" for _ in range("forward" in vars(module))}
@@ -405,9 +405,9 @@ def _marks(model: nn.Module) -> set[str]:
 
 @of(SPLIT)
 def detaching_changes_nothing(name: str) -> list[str]:
-    """Evaluations with batches in flight: the model is as before, and the training goes on.
+    """Evaluate with batches in flight: the model is restored, and the training continues.
 
-    So are modules that compute inputs ahead.
+    Modules that compute inputs ahead are restored, too.
     """
     found = []
     for computes in (False, True):
@@ -433,7 +433,7 @@ def detaching_changes_nothing(name: str) -> list[str]:
 
 @of(SPARSE, PREFETCH)
 def loading_is_exact_after_a_drain_and_in_flight_exact_or_refused(name: str) -> list[str]:
-    """Rows that were looked up before would be trained as if they were the loaded ones."""
+    """Load a model: rows that were looked up before would be trained as if they were loaded."""
     job, found = Job(modules=2), []
     for drains in (True, False):
         other, model = sharded(job), sharded(job)
@@ -455,7 +455,7 @@ def loading_is_exact_after_a_drain_and_in_flight_exact_or_refused(name: str) -> 
 
 @of(SPLIT)
 def an_iterator_that_begins_anew_gives_every_epoch(name: str) -> list[str]:
-    """From the second on, no batch came."""
+    """Iterate over three epochs; from the second on, no batch came once."""
     data = Restarting()
     with create(name) as pipeline:
         counts = [len(to_the_end(pipeline, data)) for _ in range(3)]
@@ -464,7 +464,7 @@ def an_iterator_that_begins_anew_gives_every_epoch(name: str) -> list[str]:
 
 @of(SERIAL, SPLIT)
 def uneven_data_is_an_error_on_all_ranks(name: str) -> list[str]:
-    """It was an abort in C++ on one rank, and "connection reset" on the other."""
+    """Train on uneven data, which was once an abort in C++ and "connection reset"."""
     found = []
     for counts in ((1, 0), (5, 6)):
         outputs, fewest = [], min(counts)
@@ -491,5 +491,5 @@ def _wrong(prop: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("prop", PROPERTIES)
 def test_every_name_has_every_property(two_ranks: Ranks, prop: str) -> None:
-    """As the property's docstring says."""
+    """The docstring of each property says what it is."""
     assert two_ranks.run(_wrong, prop, deadline_s=200) == [{}, {}]

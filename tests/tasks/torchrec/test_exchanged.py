@@ -1,7 +1,7 @@
-"""A rewritten forward is called with the very input that was exchanged, or the call is refused.
+"""A rewritten forward is called with exactly the exchanged input, or the call is refused.
 
-The trace sees one batch in one mode. A model that chose another input later got embeddings of ids
-that it had not asked for, without a word.
+The trace sees one batch in one mode. A model that chose another input later once got embeddings of
+other ids than it had asked for, without an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.tasks.torchrec.trial import EXACT, Outcome, by_torchrec, create, ever
 def test_another_input_than_the_exchanged_one_is_refused(
     two_ranks: Ranks, name: str, forward: Forward, kind: Kind
 ) -> None:
-    """By a flag that flips at batch 2, also by keyword."""
+    """A flag changes the input at batch 2, also by keyword."""
     for said in two_ranks.run(partial(refused, kind, name, 2, forward=forward)):
         assert "module 'tables.0': its input batch.ids was exchanged" in said.replace(
             "features=", ""
@@ -43,7 +43,7 @@ def test_another_input_than_the_exchanged_one_is_refused(
 
 
 def test_an_input_that_was_changed_in_place_is_refused(two_ranks: Ranks) -> None:
-    """The ids as they were have been exchanged."""
+    """The unchanged ids have been exchanged."""
     for said in two_ranks.run(refused, kinds.changes, EXACT[0], 2):
         assert "which the forward has changed since" in said
 
@@ -60,12 +60,12 @@ def _rewrapped() -> list[str]:
 
 
 def test_the_same_ids_in_a_new_container_are_the_same_input(two_ranks: Ranks) -> None:
-    """As a property of the batch makes one, or a wrapper that moves inputs."""
+    """A property of the batch makes the container, or a wrapper that moves inputs."""
     assert two_ranks.run(_rewrapped) == [[], []]
 
 
 def test_what_counts_as_the_same() -> None:
-    """The same memory and keys; equal values in other memory do not."""
+    """Memory and keys must be the same; equal values in other memory do not count."""
     ids = next(batches(1, rank=0)).ids
     weights = torch.rand(len(ids.values()))
 
@@ -91,7 +91,7 @@ def test_what_counts_as_the_same() -> None:
 
 
 def test_what_counts_as_changed() -> None:
-    """A tensor that was written to, or replaced; not one in the same memory, nor a cached one."""
+    """A tensor that was written to or replaced counts; one in the same memory does not."""
 
     def after(change: Any) -> bool:
         batch = next(batches(1, rank=0))

@@ -1,4 +1,4 @@
-"""Replaced forwards: the memory of what another stream has made."""
+"""Replaced forwards and the memory that another stream has made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.stream_device import StreamDevice
 
 
 class Streams(StreamDevice[str]):
-    """A device that notes what is held for which stream."""
+    """A device that records what is held for which stream."""
 
     def __init__(self) -> None:
         super().__init__("look up")

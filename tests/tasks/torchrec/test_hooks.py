@@ -1,4 +1,4 @@
-"""Steps of TorchRec's that a subclass overrides: the numbers of the same subclass of TorchRec's."""
+"""Overridden steps of TorchRec's classes: the numbers of the same subclass of TorchRec."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Subclass = Callable[[Any], Any]
 
 
 def scales_the_loss(base: Any) -> Any:
-    """Backward of a multiple of the losses, as with a gradient scaler or an accumulation."""
+    """Return a subclass that multiplies the losses, as a gradient scaler does."""
 
     class Scaled(base):
         def _backward(self, losses: Any) -> None:
@@ -54,7 +54,7 @@ def scales_the_loss(base: Any) -> Any:
 
 
 def backs_twice(base: Any) -> Any:
-    """Backward of TorchRec's class, after a change of the losses."""
+    """Return a subclass that changes the losses, and calls TorchRec's backward."""
 
     class Weighted(base):
         def _backward(self, losses: Any) -> None:
@@ -64,7 +64,7 @@ def backs_twice(base: Any) -> Any:
 
 
 def clips(base: Any) -> Any:
-    """Clips gradients before the step."""
+    """Return a subclass that clips gradients before the step."""
 
     class Clipped(base):
         def _optimizer_step(self) -> None:
@@ -75,7 +75,7 @@ def clips(base: Any) -> Any:
 
 
 def stops_together(base: Any) -> Any:
-    """Drops the batches that only some ranks have, and each batch whose number is 1 modulo 3."""
+    """Return a subclass that drops batches that only some ranks have, and every third one."""
 
     class Together(base):
         pulled = 0
@@ -101,7 +101,7 @@ def stops_together(base: Any) -> Any:
 
 
 def doubles_copies(base: Any) -> Any:
-    """Changes the batch on the device, in TorchRec's own words."""
+    """Return a subclass that changes the batch on the device, as TorchRec's documentation does."""
 
     class Doubled(base):
         def copy_batch_to_gpu(self, dataloader_iter: Any) -> Any:
@@ -120,7 +120,7 @@ def doubles_copies(base: Any) -> Any:
 
 
 def does_all(base: Any) -> Any:
-    """Overrides everything, and leaves a batch out in the pull alone."""
+    """Return a subclass that overrides everything, and leaves out a batch in the pull alone."""
     doubled = doubles_copies(base)
     clipped = clips(doubled)
     together = stops_together(clipped)
@@ -142,7 +142,7 @@ def _uneven(pipeline: Any) -> list[Any]:
 
 
 def _changed(hook: str) -> list[str]:
-    """Where a subclass of ours differs from the same subclass of TorchRec's."""
+    """Return the differences between subclasses of ours and of TorchRec's."""
     subclass, names = CHANGING[hook]
     loop = _uneven if hook in ("_next_batch", "all") and dist.get_world_size() > 1 else 7
     found = []
@@ -158,13 +158,13 @@ def _changed(hook: str) -> list[str]:
 
 @pytest.mark.parametrize("hook", CHANGING)
 def test_an_override_has_the_numbers_of_torchrecs(two_ranks: Ranks, hook: str) -> None:
-    """Two ranks, tables and dense part in one backward or two."""
+    """Two ranks have tables and dense part in one backward or in two."""
     assert two_ranks.run(_changed, hook) == [[], []]
 
 
 @pytest.mark.parametrize("hook", ["_backward", "_next_batch"])
 def test_an_override_has_the_numbers_of_torchrecs_on_one_rank(one_rank: Ranks, hook: str) -> None:
-    """Where both parts have one backward, and the ranks have nothing to agree on."""
+    """Both parts have one backward, and the ranks have nothing to agree on."""
     assert one_rank.run(_changed, hook) == [[]]
 
 
@@ -172,7 +172,7 @@ def test_an_override_has_the_numbers_of_torchrecs_on_one_rank(one_rank: Ranks, h
 
 
 def counts_calls(base: Any, calls: list[str]) -> Any:
-    """Notes each call, and does what the class does."""
+    """Return a subclass that notes each call."""
 
     def noting(name: str) -> Callable[..., Any]:
         def hook(self: Any, *given: Any) -> Any:
@@ -185,7 +185,7 @@ def counts_calls(base: Any, calls: list[str]) -> Any:
 
 
 LAST = ("_backward", "_optimizer_step", "dequeue_batch")
-"""Those at the end of a step, in their order."""
+"""The hooks at the end of a step, in their order."""
 
 ONCE = {*HOOKS} - {"fill_pipeline", "_next_batch", "enqueue_batch", "copy_batch_to_gpu"}
 """Hooks that TorchRec calls once for each batch; it tries some more at the end of the data."""
@@ -205,12 +205,12 @@ def _called(name: str) -> list[Any]:
 
 
 def test_each_hook_is_called_once_for_each_batch(two_ranks: Ranks) -> None:
-    """As often as TorchRec calls it; ``fill_pipeline`` in each call of ``progress``."""
+    """It is called as often as by TorchRec; ``fill_pipeline`` in each call of ``progress``."""
     assert two_ranks.run(_called, SPARSE) == [[], []]
 
 
 def _unsharded() -> list[str]:
-    """The hooks that are called for a model without sharded modules."""
+    """Return the hooks that are called for a model without sharded modules."""
 
     class Plain(nn.Module):
         def __init__(self) -> None:
@@ -229,7 +229,7 @@ def _unsharded() -> list[str]:
 
 
 def test_each_hook_is_called_for_any_model(one_rank: Ranks) -> None:
-    """Also where nothing is sharded, and no ids are exchanged."""
+    """This includes models without sharded modules, and without exchanges."""
     assert one_rank.run(_unsharded) == [[]]
 
 
@@ -237,7 +237,7 @@ def test_each_hook_is_called_for_any_model(one_rank: Ranks) -> None:
 
 
 def fills_with_copies(base: Any) -> Any:
-    """A rank whose data has ended goes on with copies of a batch, until all have ended."""
+    """Return a subclass that continues with copies of a batch until all ranks' data has ended."""
 
     class Filled(base):
         def _next_batch(self, dataloader_iter: Any) -> Any:
@@ -273,7 +273,7 @@ def _filled() -> list[str]:
 
 
 def test_an_override_of_the_pull_finds_the_batches_in_flight(two_ranks: Ranks) -> None:
-    """As a prediction does that fills the rest of a rank's steps; one batch may be all there is."""
+    """A prediction that fills up a rank's steps does so; one batch may be all there is."""
     assert two_ranks.run(_filled) == [[], []]
 
 
@@ -297,7 +297,7 @@ def _fail(*_: Any) -> None:
 
 
 def test_batches_in_flight_are_those_of_the_pipeline(one_rank: Ranks) -> None:
-    """After a step, a drain and a failure."""
+    """This holds after a step, a drain and a failure."""
     assert one_rank.run(_in_flight) == [[0, 0, 0, "ValueError: planted", 0]]
 
 
@@ -312,7 +312,7 @@ def test_an_override_of_the_pull_gives_every_epoch(one_rank: Ranks) -> None:
 
 
 def filters_first(base: Any) -> Any:
-    """Ends by StopIteration, as ``next`` without a default does."""
+    """Return a subclass that ends by StopIteration, as ``next`` without a default does."""
 
     class Ended(base):
         def _next_batch(self, dataloader_iter: Any) -> Any:
@@ -334,7 +334,7 @@ def test_an_override_of_the_pull_may_raise_stop_iteration(one_rank: Ranks) -> No
 
 
 def test_what_is_never_called_is_refused_with_the_task_that_does_it() -> None:
-    """In the class itself or a mixin of it; a method of the user's own is none of TorchRec's."""
+    """It may be in the class or a mixin; a method of the user's own is none of TorchRec's."""
     kind = ours.TrainPipelineFusedSparseDist
     for name, task in NO_HOOKS.items():
         if hasattr(theirs(FUSED), name):
@@ -368,7 +368,7 @@ def _misused() -> list[str]:
 
 
 def test_a_hook_that_would_be_ignored_is_refused(one_rank: Ranks) -> None:
-    """Called from elsewhere, set in one pipeline, or beside what it would undo."""
+    """It is called from elsewhere, set in one pipeline, or next to what it would undo."""
     (said,) = one_rank.run(_misused)
     assert said[0].startswith("RuntimeError: enqueue_batch() was called outside of the task")
     assert said[1].startswith("TypeError: TrainPipelineSparseDist._backward was to be replaced")
@@ -397,7 +397,7 @@ def test_a_function_for_nothing_is_refused() -> None:
 
 
 def _prefetched_apart() -> list[str]:
-    """Where training with caches filled on a thread of their own differs from TorchRec's base."""
+    """Return the differences from TorchRec's base with caches filled on a separate thread."""
     plan = plans.prefetch()
     apart = replace(plan.schedule[plans.PREFETCH], thread_group="prefetch")
     plan = replace(plan, schedule={**plan.schedule, plans.PREFETCH: apart})
@@ -410,7 +410,7 @@ def _prefetched_apart() -> list[str]:
 
 
 def test_caches_may_be_filled_on_a_background_thread(two_ranks: Ranks) -> None:
-    """``thread_group`` of the task is all it takes."""
+    """``thread_group`` of the task is all that is needed."""
     assert two_ranks.run(_prefetched_apart) == [[], []]
 
 
@@ -426,13 +426,13 @@ def _split_forward(name: str, modules: int) -> list[str]:
 
 @pytest.mark.parametrize("name", [BASE, SPARSE, FUSED, "PrefetchTrainPipelineSparseDist"])
 def test_look_ups_before_the_forward_have_the_same_numbers(two_ranks: Ranks, name: str) -> None:
-    """With one sharded module, and with several."""
+    """This holds for one sharded module, and for several."""
     for modules in (1, 2, 4):
         assert two_ranks.run(_split_forward, name, modules) == [[], []]
 
 
 def _order(pipeline_forward: bool, modules: int = 2) -> list[str]:
-    """The look-ups and dense parts of the third batch, in order."""
+    """Return the look-ups and dense parts of the third batch, in order."""
     job = Job(modules=modules)
     pipeline = made(ours.TrainPipelineBase, job, pipeline_forward=pipeline_forward)
     found: list[str] = []
@@ -454,7 +454,7 @@ def _order(pipeline_forward: bool, modules: int = 2) -> list[str]:
 
 
 def test_all_modules_are_looked_up_before_the_forward(two_ranks: Ranks, one_rank: Ranks) -> None:
-    """So that the exchanges of several overlap; on one rank there is none, and nothing changes."""
+    """Therefore the exchanges of several overlap; on one rank there is none."""
     late = ["dense", "look-up 0", "look-up 1"]
     assert two_ranks.run(_order, True) == [["look-up 0", "look-up 1", "dense"]] * 2
     assert two_ranks.run(_order, False) == [late] * 2
@@ -462,5 +462,5 @@ def test_all_modules_are_looked_up_before_the_forward(two_ranks: Ranks, one_rank
 
 
 def test_one_module_keeps_its_place_in_the_forward(two_ranks: Ranks) -> None:
-    """Its exchange has no other one to overlap, and a split would cost a second backward."""
+    """No other exchange can overlap with its own, and a split would cost a second backward."""
     assert two_ranks.run(_order, True, 1) == [["dense", "look-up 0"]] * 2

@@ -1,4 +1,4 @@
-"""Names, arguments and methods are TorchRec's; what has no counterpart is refused by name."""
+"""Names, arguments and methods are TorchRec's; the rest is refused by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ UNUSED = nn.Linear(1, 1)
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_classes_arguments_and_methods_are_torchrecs(name: str) -> None:
-    """Arguments in the same order, with their defaults; a subclass where TorchRec's is one."""
+    """Arguments have the same order and defaults; a subclass is one if TorchRec's is."""
     mine, original = getattr(ours, name), theirs(name)
     assert arguments(mine) == arguments(original)
     for method in ("progress", "attach", "detach", "reset"):
@@ -85,7 +85,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {*ours.__all__}))
 def test_a_class_without_a_counterpart_says_what_to_use_instead(name: str) -> None:
-    """At its construction, whatever it gets."""
+    """Its construction raises, with any arguments."""
     kind = getattr(ours, name)
     said = refusal(lambda: kind(UNUSED, None, CPU, anything="at all"))
     assert said.startswith(f"NotImplementedError: {name} has no counterpart in swpipe: it ")
@@ -93,7 +93,7 @@ def test_a_class_without_a_counterpart_says_what_to_use_instead(name: str) -> No
 
 
 def test_every_class_of_torchrecs_can_be_imported() -> None:
-    """And the installed TorchRec's modules have no other that extends TrainPipeline."""
+    """The installed TorchRec's modules have no other class that extends TrainPipeline."""
     base = train_pipelines.TrainPipeline
     assert all(issubclass(getattr(ours, name), base) for name in NAMES)
     found = {
@@ -106,7 +106,7 @@ def test_every_class_of_torchrecs_can_be_imported() -> None:
 
 
 def test_other_names_of_torchrecs_package_are_its_own() -> None:
-    """What is imported beside a pipeline needs no second import."""
+    """Names that are imported with a pipeline need no second import."""
     package = importlib.import_module("torchrec.distributed.train_pipeline")
     for name in ("GradientAccumulationWrapper", "TorchCompileConfig", "TrainPipelineContext"):
         assert getattr(ours, name) is getattr(package, name)
@@ -115,7 +115,7 @@ def test_other_names_of_torchrecs_package_are_its_own() -> None:
 
 
 def _by_doors() -> list[str]:
-    """Filled by hand; and a subclass that copies batches itself."""
+    """Return the differences of a pipeline filled by hand, and of one with its own copy."""
 
     class Doubled(ours.TrainPipelineSparseDist[Any, Any]):
         def copy_batch_to_gpu(self, dataloader_iter: Any) -> tuple[Any, None]:
@@ -153,7 +153,7 @@ def test_fill_pipeline_and_copy_batch_to_gpu_are_doors(two_ranks: Ranks) -> None
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_what_has_no_counterpart_is_refused_by_name(name: str) -> None:
-    """Where TorchRec's class has the argument; its default raises in no class."""
+    """TorchRec's class has the argument; its default raises in no class."""
     kind = getattr(ours, name)
     for argument in REASONS.keys() & arguments(kind).keys():
         given: dict[str, Any] = {argument: arguments(kind)[argument] is False or dict}
@@ -166,11 +166,11 @@ def test_what_has_no_counterpart_is_refused_by_name(name: str) -> None:
 def test_an_argument_that_only_a_newer_torchrec_has_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Unless it is at its default; what no TorchRec has is a TypeError, as for any constructor."""
+    """Its default is accepted; an argument that no TorchRec has is a TypeError."""
 
     class Newer:
         def __init__(self, model: Any, optimizer: Any, device: Any, fancy: int = 3) -> None:
-            """Take one argument more."""
+            """Take an additional argument."""
 
     base = ours.TrainPipelineBase
     monkeypatch.setattr(base, "_original", Newer)
@@ -182,14 +182,14 @@ def test_an_argument_that_only_a_newer_torchrec_has_is_refused(
 
 
 def test_a_subclass_has_its_own_arguments() -> None:
-    """Those of its constructor where it has one, and else those of the class it extends."""
+    """They are those of its constructor if it has one, or else those of its base class."""
 
     class Mine(ours.TrainPipelineBase[Any, Any]):
         def __init__(self, rate: float) -> None:
             super().__init__(UNUSED, None, CPU)
 
     class Plain(ours.TrainPipelineBase[Any, Any]):
-        """Nothing else."""
+        """A subclass without additions."""
 
     assert list(arguments(Mine)) == ["rate"]
     assert arguments(Plain) == arguments(theirs("TrainPipelineBase"))
@@ -208,7 +208,7 @@ def test_a_subclass_that_would_be_ignored_is_refused() -> None:
 
 
 def _private() -> list[tuple[str, str]]:
-    """What is said, and what it begins with."""
+    """Return error messages, and their beginnings."""
     pipeline = made(ours.TrainPipelineSparseDist)
     stream = {"emb_lookup_stream": "fast"}
     return [
@@ -228,7 +228,7 @@ def _private() -> list[tuple[str, str]]:
 
 
 def test_torchrecs_internals_are_named_when_they_are_asked_for(one_rank: Ranks) -> None:
-    """With the pipeline underneath as the way out."""
+    """The error names the pipeline underneath as the alternative."""
     (told,) = one_rank.run(_private)
     assert all(said.startswith(wanted) for said, wanted in told), told
     assert ".pipe" in told[0][0]
@@ -255,7 +255,7 @@ def _read(name: str) -> list[Any]:
 
 
 def test_what_scripts_read_is_there(one_rank: Ranks) -> None:
-    """By the name and with the value that TorchRec's pipeline has."""
+    """Each has the name and the value of TorchRec's pipeline."""
     assert one_rank.run(_read, SPARSE) == [[CPU, True, True]]
 
 
@@ -272,7 +272,7 @@ def _not_pipelined(kind: Any) -> list[str]:
 
 
 def test_a_module_that_is_not_pipelined_is_warned_of(one_rank: Ranks) -> None:
-    """Once, with its name and why: the most frequent cause of overlap that is lost."""
+    """One warning has its name and the reason: it is the most frequent cause of lost overlap."""
     ((said,),) = one_rank.run(_not_pipelined, ours.TrainPipelineSparseDist)
     assert said.startswith("sharded modules that are not pipelined")
     assert "tables.0: its input" in said
@@ -298,7 +298,7 @@ def _iterators_given(name: str, in_each_call: bool) -> list[str]:
 
 @pytest.mark.parametrize("name", [SPARSE, "TrainPipelineSemiSync"])
 def test_a_new_iterator_in_each_call_is_warned_of(one_rank: Ranks, name: str) -> None:
-    """Batches of iterators that never begin are not trained on; one after the other, all are."""
+    """Batches of iterators that never begin are not trained on; those of one iterator are."""
     ((said,),) = one_rank.run(_iterators_given, name, True)
     assert "no batch of the one in between was used" in said
     assert one_rank.run(_iterators_given, name, False) == [[]]
@@ -308,7 +308,7 @@ def test_a_new_iterator_in_each_call_is_warned_of(one_rank: Ranks, name: str) ->
 
 
 def _evaluated(name: str, training: bool) -> list[str]:
-    """What an evaluation with gradients switched on left behind."""
+    """Return what an evaluation with gradients switched on has left."""
     pipeline = made(getattr(ours, name))
     model = pipeline._model.train(training)
     before = everything(model)
@@ -322,7 +322,7 @@ def _evaluated(name: str, training: bool) -> list[str]:
 
 
 def test_an_evaluation_never_trains(two_ranks: Ranks) -> None:
-    """EvalPipelineSparseDist in any mode of the model, the hybrid one under eval()."""
+    """EvalPipelineSparseDist evaluates in any mode of the model, the hybrid one under eval()."""
     assert two_ranks.run(_evaluated, "EvalPipelineSparseDist", True) == [[], []]
     assert two_ranks.run(_evaluated, "EvalPipelineFusedSparseDist", True) == [[], []]
     assert two_ranks.run(_evaluated, "TrainEvalHybridPipelineBase", False) == [[], []]
@@ -359,7 +359,7 @@ def test_another_model_is_attached_when_none_is_in_flight(two_ranks: Ranks) -> N
 
 
 def _accumulated(module: Any) -> Outcome:
-    """A training under TorchRec's own GradientAccumulationWrapper."""
+    """Train under TorchRec's own ``GradientAccumulationWrapper``."""
     wrapper = importlib.import_module("torchrec.distributed.train_pipeline")
     model = sharded(Job())
     optimizer = dense_optimizer(Job(), model)

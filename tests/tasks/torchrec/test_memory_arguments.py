@@ -1,10 +1,10 @@
-"""What TorchRec's arguments that save memory do here: no more bytes than there, the same bits.
+"""TorchRec's memory-saving arguments: no more bytes than in TorchRec's classes, and equal bits.
 
-The bytes are those that a pipeline has made and that are still there, by storage, as operators run.
-Batches are large beside all else, all of one size, and copied: on a CPU, their copies are what a
-device would hold. A period is a call of ``progress``; its figure is the most at any operator. A
-thread of gloo may hold a buffer a little longer than its exchange takes, so of several periods,
-which all do the same, the least counts.
+The bytes are those that a pipeline has made and that still exist, by storage, as operators run.
+Batches are large, of one size, and copied: on a CPU, their copies are what a device would hold. A
+period is a call of ``progress``; its figure is the largest at any operator. A thread of gloo may
+hold a buffer a little longer than its exchange takes, so the smallest figure of several equal
+periods counts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ROW_IDS, BATCH_ROWS = 40, 64
 
 @dataclass
 class CopiedBatch(Batch):
-    """A batch whose copy to the CPU is one."""
+    """A batch whose move to the CPU is a copy."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> CopiedBatch:
         ids = KeyedJaggedTensor(
@@ -71,7 +71,7 @@ class CopiedBatch(Batch):
 
 
 def large_batches(count: int) -> list[CopiedBatch]:
-    """This rank's batches."""
+    """Return this rank's batches."""
     draws = torch.Generator().manual_seed(dist.get_rank())
     lengths = torch.full((TABLES * BATCH_ROWS,), ROW_IDS)
     return [
@@ -89,7 +89,7 @@ def large_batches(count: int) -> list[CopiedBatch]:
 
 
 class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered; ``peak`` is the most while it measures, since it was set to 0."""
+    """A count of live bytes; ``peak`` is the largest while ``measures``, since it was set to 0."""
 
     only_watches = True
     _entered: Alive | None = None
@@ -111,7 +111,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def add_all(cls, tensors: list[Tensor]) -> None:
-        """Count tensors that another thread has made, perhaps."""
+        """Count tensors that another thread may have made."""
         if cls._entered is not None:
             for tensor in tensors:
                 cls._entered._add(tensor)
@@ -149,7 +149,7 @@ STEADY = (1, 2)
 
 
 def peak(pipeline: Any) -> int:
-    """The least of the peaks of steady periods of one pass."""
+    """Return the smallest of the peaks of the steady periods of one pass."""
     data, peaks = iter(large_batches(CALLS)), []
     with Alive() as alive:
         for call in range(CALLS):
@@ -172,11 +172,11 @@ COMPARED = (
     SPARSE, "TrainPipelineSemiSync",
     "PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist",
 )  # fmt: skip
-"""One for each plan in which batches are exchanged ahead."""
+"""One class for each plan in which batches are exchanged ahead."""
 
 
 def _more(job: Job, names: tuple[str, ...]) -> dict[str, int]:
-    """Class to how many bytes ours has more than TorchRec's."""
+    """Return, for each class, how many bytes ours has more than TorchRec's."""
     found = {}
     for name in names:
         given: dict[str, Any] = {k: True for k in ARGUMENTS if k in arguments(theirs(name))}
@@ -206,9 +206,9 @@ TABLE_WISE = Job(**WITH_STATE)
 def test_no_more_bytes_are_alive_than_in_torchrecs_classes(
     request: pytest.FixtureRequest, ranks: int, job: Job, names: tuple[str, ...]
 ) -> None:
-    """With all arguments that save memory. Numbers are compared in test_rates and test_parity.
+    """All arguments that save memory are given. test_rates and test_parity compare numbers.
 
-    On one rank nothing is sent, and ids that the module permutes go.
+    On one rank nothing is sent, and ids that the module permutes are freed.
     """
     group: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks])
     most = WATCH + (ANSWERS * ranks if ranks > 1 else 0)
@@ -220,7 +220,7 @@ def test_no_more_bytes_are_alive_than_in_torchrecs_classes(
 
 
 class Reading(Model):
-    """Reads the ids in its forward."""
+    """A model that reads the ids in its forward."""
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         losses, output = super().forward(batch)
@@ -244,7 +244,7 @@ def _read(argument: str, job: Job) -> str:
 
 
 def test_a_model_that_reads_what_went_is_told(two_ranks: Ranks) -> None:
-    """Instead of reading memory that is not there. What is not sent itself stays."""
+    """Otherwise it would read freed memory. What is not sent itself stays."""
     early = two_ranks.run(_read, "free_features_storage_early", Job())
     assert all("reads ids of the batch whose memory was freed" in said for said in early)
     sent = two_ranks.run(_read, "clear_data_dist_inputs", Job())
@@ -259,7 +259,7 @@ def test_a_model_that_reads_what_went_is_told(two_ranks: Ranks) -> None:
 
 
 class _Noting(Batch):
-    """Notes on which thread it is copied."""
+    """A batch that notes the thread that copies it."""
 
     threads: ClassVar[set[int]] = set()
 
@@ -273,7 +273,7 @@ def _noting() -> Iterator[Batch]:
 
 
 def _copied_on_a_thread() -> list[Any]:
-    """Whether the thread is another than the caller's, and what differs from TorchRec's class."""
+    """Return whether another thread copies, and the differences from TorchRec's class."""
     given = {"async_inplace_copy": True, "enable_inplace_copy_batch": True}
     kinds: list[tuple[Any, dict[str, Any]]] = [(ours.TrainPipelineSparseDistT, {})]
     if "async_inplace_copy" in arguments(theirs(SPARSE)):  # since 1.9
@@ -290,5 +290,5 @@ def _copied_on_a_thread() -> list[Any]:
 
 
 def test_batches_are_copied_on_a_thread(two_ranks: Ranks) -> None:
-    """With `async_inplace_copy`, too."""
+    """This includes `async_inplace_copy`."""
     assert two_ranks.run(_copied_on_a_thread) == [[], []]

@@ -1,4 +1,4 @@
-"""A state with batches in flight is saved only where it leads back to the same numbers."""
+"""A state with batches in flight is saved only if it leads to the same numbers."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def _made(name: str, model: nn.Module | None = None, **options: Any) -> Any:
 
 
 def _said(pipeline: Any, data: Iterator[Batch] | None = None) -> str:
-    """What saving with batches in flight says."""
+    """Return the error of saving with batches in flight."""
     data = batches(STEPS) if data is None else data
     return refusal(lambda: (pipeline.progress(data), pipeline.state_dict()))
 
 
 @contextmanager
 def _drained(pipeline: Any) -> Iterator[Any]:
-    """After the block, a drain has made saving possible."""
+    """Drain the pipeline after the block, and check that this makes saving possible."""
     with pipeline:
         yield pipeline
         pipeline.drain()
@@ -64,7 +64,7 @@ def _drained(pipeline: Any) -> Iterator[Any]:
 
 
 def _resumed() -> list[str]:
-    """Drained and flushed within an accumulation; SGD has no state."""
+    """Resume after a drain and a flush within an accumulation."""
     with _made(EXACT[1], seed=3, accumulate=3) as pipeline:
         data = batches(STEPS)
         outputs = [pipeline.progress(data) for _ in range(2)] + pipeline.drain()
@@ -87,17 +87,17 @@ def test_a_resumed_accumulation_has_the_numbers_of_one_that_went_on(one_rank: Ra
 
 
 class _Draws(IdentityShuffler):
-    """A shuffler of the user's."""
+    """A shuffler of a user's own that draws."""
 
 
 class _Own:
-    """The same, of no known class."""
+    """A shuffler of an unknown class."""
 
     def start(self, batch: Any) -> None:
         """Do nothing."""
 
     def finish(self, batch: Any, ticket: None) -> Any:
-        """The same batch."""
+        """Return the batch unchanged."""
         return batch
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class _Own:
 
 def _refused() -> dict[str, str]:
     def plan(order: Sequence[str], **changes: Any) -> Any:
-        """The plan sparse_dist with another entry for the optimizer's step."""
+        """Return the plan sparse_dist with another entry for the optimizer's step."""
         model = sharded(Job())
         step = TrainStep([dense_optimizer(Job(), model)])
         tasks = SparseDistTasks(model, step, TaskOptions(forward="pipelined"), device=CPU)
@@ -151,7 +151,7 @@ def _refused() -> dict[str, str]:
 
 
 def test_what_may_have_run_ahead_is_not_saved_in_mid_flight(one_rank: Ranks) -> None:
-    """By name, with the way out, which works."""
+    """The error has the name and an alternative, which works."""
     (said,) = one_rank.run(_refused)
     assert said.pop("known shuffler") == "nothing raised"
     expected = {
@@ -183,7 +183,7 @@ def _accumulates() -> list[Any]:
 
 
 def test_an_unfinished_step_is_not_saved(one_rank: Ranks) -> None:
-    """No state_dict has its gradients."""
+    """Its gradients are in no state_dict."""
     ((first, second, third, drained, number),) = one_rank.run(_accumulates)
     assert "gradients of 1 of 3 batches wait for their step" in first
     assert "gradients of 2 of 3 batches" in second
@@ -202,7 +202,7 @@ def _warned() -> list[str]:
 
 
 def test_a_first_step_that_is_rounded_otherwise_is_told(one_rank: Ranks, two_ranks: Ranks) -> None:
-    """DDP reduces the first batch of a process by itself, over several ranks."""
+    """DDP reduces the first batch of a process differently on several ranks."""
     assert one_rank.run(_warned) == [[]]
     for said in two_ranks.run(_warned):
         assert len(said) == 1
@@ -210,7 +210,7 @@ def test_a_first_step_that_is_rounded_otherwise_is_told(one_rank: Ranks, two_ran
 
 
 def _pulled(own: bool) -> list[int]:
-    """Batches that the state does not account for, after each step."""
+    """Return, after each step, the number of batches missing in the state."""
     found = []
     with _made("jagged_prefetch_sparse_dist") as pipeline:
         data = Counted(batches(STEPS))
@@ -226,7 +226,7 @@ def _pulled(own: bool) -> list[int]:
 
 
 def test_batches_that_were_pulled_early_are_in_flight(two_ranks: Ranks) -> None:
-    """For the ranks to agree on the end of the data, by the pipeline or the user's EvenData."""
+    """The ranks agree on the end of the data, by the pipeline or by the user's EvenData."""
     for own in (False, True):
         assert two_ranks.run(_pulled, own) == [[0] * STEPS] * 2
 
@@ -244,9 +244,9 @@ def _kept_when_closed() -> tuple[bool, str]:
 
 
 def test_a_closed_pipeline_lets_go_of_what_was_pulled_early_at_once(two_ranks: Ranks) -> None:
-    """Else a forked worker of a loader may collect it, with its exchange, which aborts there.
+    """Otherwise a forked worker of a loader may collect it, with its exchange, and abort.
 
-    It has no state any more: it has dropped its batches.
+    The pipeline has no state any more: it has dropped its batches.
     """
     for kept, said in two_ranks.run(_kept_when_closed):
         assert not kept

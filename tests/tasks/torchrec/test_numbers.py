@@ -1,4 +1,4 @@
-"""The numbers are those of TorchRec's own classes, bit for bit, however they are called."""
+"""The numbers are those of TorchRec's own classes, bit for bit, for all ways of calling."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _evaluated_ahead() -> list[str]:
 
 
 def test_evaluations_that_look_up_ahead_are_torchrecs(two_ranks: Ranks) -> None:
-    """Trainings of each class are in test_rates, and with others on their model in test_turns."""
+    """test_rates has the trainings of each class, test_turns those with others on their model."""
     assert two_ranks.run(_evaluated_ahead) == [[], []]
 
 
@@ -49,7 +49,7 @@ PULLED = {
 
 
 def _pulled() -> list[dict[str, int]]:
-    """How many batches the first call has pulled, in TorchRec's classes and in ours."""
+    """Return how many batches the first call pulls, in TorchRec's classes and in ours."""
     found: list[dict[str, int]] = [{}, {}]
     for name, (which, kind) in product(PULLED, enumerate((theirs, partial(getattr, ours)))):
         left = list(batches(9))
@@ -60,13 +60,13 @@ def _pulled() -> list[dict[str, int]]:
 
 
 def popped(batches_: list[Any]) -> Iterator[Any]:
-    """The batches of a list, which gets shorter."""
+    """Yield the batches of a list, and remove them."""
     while batches_:
         yield batches_.pop(0)
 
 
 def test_as_many_batches_are_pulled_as_by_torchrec(one_rank: Ranks, two_ranks: Ranks) -> None:
-    """On several ranks one more, which stays on the host: whether any rank's data has ended."""
+    """Several ranks pull one more, which stays on the host, to agree on the end of the data."""
     assert one_rank.run(_pulled) == [[PULLED, PULLED]]
     more = {name: count + 1 for name, count in PULLED.items()}
     assert two_ranks.run(_pulled) == [[PULLED, more]] * 2
@@ -87,7 +87,7 @@ def _collectives_in_a_step() -> dict[str, int]:
 
 
 def test_one_rank_agrees_with_nobody(one_rank: Ranks) -> None:
-    """Neither on the end of the data, nor by a hook of DDP's in Python."""
+    """It compares neither the end of the data, nor has a hook of DDP's in Python."""
     assert set(one_rank.run(_collectives_in_a_step)[0].values()) == {0}
 
 
@@ -136,12 +136,12 @@ def _iterators() -> list[Any]:
 
 
 def test_iterators_are_taken_as_by_torchrec(two_ranks: Ranks) -> None:
-    """One for each batch, one after another with reset(), and one that None ends."""
+    """There is one for each batch, one after another with reset(), and one that None ends."""
     assert two_ranks.run(_iterators) == [[], []]
 
 
 def _by_turns(name: str) -> tuple[list[int], bool]:
-    """From which of two iterators each batch comes; whether it was trained on in that order."""
+    """Return the source of each batch, and whether batches were trained on in that order."""
     taken: list[int] = []
 
     def told(k: int, data: Any) -> Any:
@@ -160,7 +160,7 @@ def _by_turns(name: str) -> tuple[list[int], bool]:
 
 
 def test_no_batch_is_lost_between_two_iterators(two_ranks: Ranks) -> None:
-    """Another iterator while batches are in flight: these are finished first, then it begins."""
+    """Batches in flight are finished before the other iterator begins."""
     for taken, equal in two_ranks.run(_by_turns, "PrefetchTrainPipelineSparseDist"):
         assert taken != sorted(taken)
         assert equal

@@ -1,4 +1,4 @@
-"""The same numbers, bit for bit: every pipeline against TorchRec's own unpipelined one."""
+"""Every pipeline has the numbers of TorchRec's own unpipelined one, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ their optimizer. So collections are fused, and are never data-parallel.
 
 
 class Case(NamedTuple):
-    """One training: the job, the pipeline, and its options."""
+    """A training: the job, the pipeline, and its options."""
 
     sharding: str
     form: str
@@ -48,10 +48,11 @@ CASES = (
     Case("column_wise", "collections", SPARSE, "prefetch", 1, False, True),
     Case("table_wise", "bags, stepped", PREFETCH, "split", 2, False, True),
 )
-"""Each value with most values of others. The split plan takes the split forward only."""
+"""Cases that combine each value with most values of others. The split plan takes only the split
+forward."""
 
 STEPS = 6
-"""One more than the deepest pipeline has iterations in flight."""
+"""One more than the iterations in flight of the deepest pipeline."""
 
 
 def _different() -> dict[Case, Any]:
@@ -67,7 +68,7 @@ def _different() -> dict[Case, Any]:
 
 
 def test_every_pipeline_equals_torchrec(two_ranks: Ranks) -> None:
-    """Outputs and all parameters after them are equal in every bit, on each rank.
+    """Outputs and all parameters after them are equal bit for bit on each rank.
 
     TorchRec's base pipeline gets the batches as the shuffler deals them, if there is one.
     """
@@ -75,10 +76,10 @@ def test_every_pipeline_equals_torchrec(two_ranks: Ranks) -> None:
 
 
 def test_the_inferred_dependences_are_sufficient(two_ranks: Ranks) -> None:
-    """Random stages and threads, late tasks, no dependence but those that a recording found.
+    """Random stages and threads have late tasks, and only the recorded dependences.
 
-    Once it did not find that the embeddings' backward needs the dense half's: no attribute leads
-    from the one to the other.
+    Once the recording did not show that the embeddings' backward needs the dense half's: no
+    attribute leads from the one to the other.
     """
     assert two_ranks.run(inferred_differences, Job(), STEPS, (1, 2)) == [{}, {}]
 

@@ -1,4 +1,4 @@
-"""Shared rows are exchanged late, all others early: the serial plan's bits."""
+"""PEC exchanges shared rows late and all others early, with the serial plan's bits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TABLES, MASKS = Location("tables", persistent=True), Location("overlap", persist
 
 
 def plan_of(kind: str, tasks: Any) -> PipelinePlan:
-    """A plan for the fourteen tasks, or for the eleven."""
+    """Return a plan for the fourteen tasks, or for the eleven."""
     return {
         "serial": lambda: PipelinePlan.serial(tasks),
         "pec": pec,
@@ -45,7 +45,7 @@ def plan_of(kind: str, tasks: Any) -> PipelinePlan:
 
 
 def trained(kind: str, optimizer: Any = SGD, steps: int = STEPS) -> tuple[Outcome, Any]:
-    """What a plan makes of some batches, and the sizes of its exchanges."""
+    """Train under a plan; return the outcome, and the sizes of its exchanges."""
     model = sharded(optimizer=SGD if optimizer == WARM_UP else optimizer)
     dense = warmed_up(model) if optimizer == WARM_UP else dense_optimizer(model)
     tasks = SparseDistTasks(model, TrainStep([dense]), device=CPU)
@@ -67,7 +67,7 @@ def _differences(optimizer: Any) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("optimizer", [SGD, torch.optim.Adagrad, WARM_UP])
 def test_the_plan_has_the_bits_of_the_serial_one(two_ranks: Ranks, optimizer: Any) -> None:
-    """And of a serial run of the eleven tasks, which exchange all rows at once.
+    """It equals a serial run of the eleven tasks, too, which exchange all rows at once.
 
     Each update has the rate of its look-up, though another batch's has come between.
     """
@@ -80,7 +80,7 @@ def _sizes(shared: float) -> tuple[Any, Any]:
 
 
 def test_both_exchanges_are_counted(two_ranks: Ranks) -> None:
-    """Under a serial plan nobody knows the batch after: all gradients come late."""
+    """Under a serial plan the next batch is not known: all gradients come late."""
     for ahead, serially in two_ranks.run(_sizes, 0.3):
         assert ahead.steps == serially.steps == STEPS
         assert min(ahead.early, ahead.late) > 0
@@ -90,13 +90,13 @@ def test_both_exchanges_are_counted(two_ranks: Ranks) -> None:
 
 
 class Tried(TrainPipelinePEC[Any, Any]):
-    """Tries each plan for as few batches as have one step that counts."""
+    """A pipeline that tries each plan for the fewest batches with one step that counts."""
 
     trial_batches = FILL + DRAIN + 4
 
 
 def _tried(ms: dict[str, float]) -> tuple[list[str], Any]:
-    """Train through both trials, where the plans take this long, and beyond."""
+    """Train through both trials, in which the plans take these times, and beyond."""
     steps = 2 * Tried.trial_batches + 5
     wanted, _ = trained("eleven", steps=steps)
     model = sharded()
@@ -124,7 +124,7 @@ def test_pec_is_used_where_its_steps_are_shorter(
 
 
 def _resumed(number: int) -> list[Any]:
-    """The plans that were measured in a trial's batches after a resume; at the end, the choice."""
+    """Return the plans measured after a resume during a trial, and the final choice."""
     model = sharded()
     with (
         mock.patch("swpipe.tasks.torchrec.pipelines.pec_pipeline._slowest", side_effect=[100, 90]),
@@ -139,13 +139,13 @@ def _resumed(number: int) -> list[Any]:
 
 
 def test_a_pipeline_that_is_resumed_beyond_its_trials_tries_again(two_ranks: Ranks) -> None:
-    """The links may be other ones; no plan is kept that was not measured."""
+    """The links may differ; no plan is kept that was not measured."""
     found = two_ranks.run(_resumed, 1000)
     assert found == [[["split"], ["split", "pec"], "pec"]] * 2
 
 
 class Always(TrainPipelinePEC[Any, Any]):
-    """Takes PEC without a trial."""
+    """A pipeline that uses PEC without a trial."""
 
     trial_batches = 0
 
@@ -166,7 +166,7 @@ def _in_the_way() -> list[str]:
 
 
 def test_updates_that_are_still_to_come_stand_in_the_way(two_ranks: Ranks) -> None:
-    """Of the model by itself, of a checkpoint and of another pipeline, until all are drained."""
+    """They block the model, a checkpoint and another pipeline until all are drained."""
     for detached, saved, other, counted in two_ranks.run(_in_the_way):
         assert "still to come: call drain() first" in detached
         assert "the plan reads tables from before the update" in saved

@@ -1,4 +1,4 @@
-"""Modules that compute inputs of sharded modules run in a task of their own, ahead of the forward.
+"""Modules that compute inputs of sharded modules run in a separate task, ahead of the forward.
 
 TorchRec calls them postprocs (``pipeline_postproc=True``). The numbers are those of TorchRec's
 ``TrainPipelineBase``, which runs the model as it is.
@@ -44,7 +44,7 @@ def _different(
     data: Callable[[int], Iterator[Batch]] = batches,
     **options: Any,
 ) -> dict[str, list[str]]:
-    """For each of these plans that differs from TorchRec's base, where it does."""
+    """Return the differences of these plans from TorchRec's base, if any."""
     model = computing(kind)
     torch.manual_seed(11)
     wanted, found = by_torchrec(TWO, data(4), model), {}
@@ -63,7 +63,7 @@ KINDS = (kinds.one, kinds.each, kinds.chain, kinds.draws, kinds.in_place, kinds.
 
 
 def _kinds_different() -> dict[str, Any]:
-    """The kinds under plans in turn."""
+    """Return the differences of each kind, under one of the plans."""
     found = {}
     for k, kind in enumerate(KINDS):
         if where := _different(kind, (EXACT[1 + k % 3],)):
@@ -72,7 +72,7 @@ def _kinds_different() -> dict[str, Any]:
 
 
 def test_the_numbers_are_those_of_the_model_as_it_is(two_ranks: Ranks) -> None:
-    """Shared, nested, chained, random, in place; outputs, parameters and modules' buffers."""
+    """Modules are shared, nested, chained, random, in place; outputs and state are equal."""
     assert two_ranks.run(_kinds_different) == [{}, {}]
 
 
@@ -86,17 +86,17 @@ def _seeded() -> list[str]:
 
 
 def test_seeded_draws_are_the_same_under_every_plan(two_ranks: Ranks) -> None:
-    """The task draws by the pipeline's seed and its iteration, whatever torch's own state is."""
+    """The task draws by the pipeline's seed and its iteration, with any state of torch."""
     assert two_ranks.run(_seeded) == [[], []]
 
 
 def test_modules_see_the_shuffled_batch(two_ranks: Ranks) -> None:
-    """The shuffle is finished before them."""
+    """The shuffle ends before them."""
     assert two_ranks.run(_different, kinds.chain, EXACT[1:2], dealt) == [{}, {}]
 
 
 def _order(name: str) -> str:
-    """When the module runs (m) and when the model's dense part does (d)."""
+    """Return the order of the module's runs (m) and those of the model's dense part (d)."""
     model = computing(kinds.one)
     seen: list[str] = []
     inner = model.module
@@ -108,7 +108,7 @@ def _order(name: str) -> str:
 
 
 def test_modules_run_once_per_batch_and_ahead(two_ranks: Ranks) -> None:
-    """As far ahead as the exchange of ids."""
+    """They are as far ahead as the exchange of ids."""
     assert two_ranks.run(_order, "jagged_sw_serial") == ["mdmdmd"] * 2
     assert two_ranks.run(_order, "jagged_prefetch_sparse_dist") == ["mmmddd"] * 2
 
@@ -127,7 +127,7 @@ def test_modules_run_once_per_batch_and_ahead(two_ranks: Ranks) -> None:
     ],
 )
 def test_a_module_that_may_not_run_ahead_is_named(two_ranks: Ranks, kind: Kind, says: str) -> None:
-    """With the reason, on every rank, at the first batch."""
+    """Every rank names it, with the reason, at the first batch."""
     for said in two_ranks.run(AHEAD, kind):
         assert said.startswith("RewriteError: ")
         assert says in said
@@ -153,14 +153,14 @@ def test_the_option_is_named_where_it_would_help(two_ranks: Ranks) -> None:
 def test_a_forward_that_does_otherwise_later_is_refused(
     two_ranks: Ranks, kind: Kind, says: str, name: str
 ) -> None:
-    """Another argument, another input, a part of the batch replaced, another mode."""
+    """Examples are another argument, another input, a replaced part of the batch, another mode."""
     for said in two_ranks.run(AHEAD, kind, name, 2):
         assert says in said
     assert two_ranks.run(AHEAD, kind, name) == ["nothing raised"] * 2
 
 
 def _changed(name: str, drained: bool, of: str) -> list[str]:
-    """What is said after 2 batches, and a change of a module from outside."""
+    """Return the error after 2 batches and a change of a module from outside."""
     model = computing(kinds.each)
     with _made(name, model) as pipeline:
         data = batches(7)
@@ -187,7 +187,7 @@ def _changed(name: str, drained: bool, of: str) -> list[str]:
 def test_a_change_from_outside_comes_too_late_for_batches_in_flight(
     two_ranks: Ranks, name: str, drained: bool, of: str, exact: bool
 ) -> None:
-    """Of a buffer or a number; ``drain`` first, or one batch at a time, are exact."""
+    """A buffer or a number changes; ``drain`` first, or one batch at a time, are exact."""
     late = f"a buffer or attribute of module {of!r} was changed from outside"
     for found in two_ranks.run(_changed, name, drained, of):
         for said in found:
@@ -224,7 +224,7 @@ def test_without_strict_what_may_not_run_ahead_runs_in_the_forward(two_ranks: Ra
 
 
 def _left_out() -> list[int]:
-    """Outputs of other batches than the one that shortcuts have kept, finite ones."""
+    """Return how many outputs are finite and not those of the cached batch."""
     counts = []
     with _made("jagged_split_sparse_dist", computing(kinds.chain)) as pipeline:
         for task in ("H2DAndShuffle", POSTPROC, "EmbInputDistStart", "DenseForward"):

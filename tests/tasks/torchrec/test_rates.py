@@ -1,6 +1,6 @@
-"""When a learning rate takes effect: as in TorchRec's class of the same name.
+"""A learning rate takes effect as in TorchRec's class of the same name.
 
-Rates change in the loop, between two calls of ``progress``; in the classes that look the next batch
+Rates change in the loop, between two calls of ``progress``. In the classes that look the next batch
 up ahead, or before ``zero_grad``, the tables' rates are those of an earlier call.
 """
 
@@ -34,7 +34,7 @@ STAGED = "StagedTrainPipeline"
 
 SCHEDULES = ("lambda", "warm-up", "by hand")
 WHERE = ("both", "fused", "dense", "dense alone")
-"""Whose rates change; in the last, the pipeline's optimizer is the dense one alone."""
+"""The optimizers whose rates change; in the last case the pipeline has the dense one only."""
 
 LESS_MEMORY = {"free_features_storage_early": True, "clear_data_dist_inputs": True}
 
@@ -53,16 +53,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("TrainEvalHybridPipelineBase", {}),
     "staged": (STAGED, {}),
 }
-"""The classes, with arguments."""
+"""The classes, with their arguments."""
 
 _TWIN = {STAGED: "TrainPipelineBase"}
-"""Of TorchRec's, for those of TorchRec's that a CPU cannot run."""
+"""Ours in place of those of TorchRec's classes that a CPU cannot run."""
 
 
 def train(kind: str, schedule: str, where: str, steps: int, *, on_ours: bool) -> Outcome:
-    """One training; the rates change after each call of ``progress``.
+    """Train, with rates that change after each call of ``progress``.
 
-    Losses and outputs; parameters, states of the optimizers, and the rates that the tables hold.
+    The outcome has losses and outputs; parameters, optimizer states, and the tables' rates.
     """
     model = sharded(JOB)
     optimizer, change = optimizer_of(model, schedule, where)
@@ -95,7 +95,7 @@ def _outputs(
 
 
 def _staged(model: nn.Module, optimizer: Any, steps: int) -> Iterator[Tensor]:
-    """The user runs the model; TorchRec's own classes for this need streams of a device."""
+    """Train with a model that the user runs; TorchRec's own classes need a device's streams."""
     exchange = ours.SparseDataDistUtil[Any](model, None)
     pipeline = ours.StagedTrainPipeline([exchange.start_sparse_data_dist_stage()])
     data = batches(steps)
@@ -109,7 +109,7 @@ def _staged(model: nn.Module, optimizer: Any, steps: int) -> Iterator[Tensor]:
 
 
 def optimizer_of(model: nn.Module, schedule: str, where: str) -> tuple[Any, Callable[[int], Any]]:
-    """The pipeline's optimizer, and what changes its rates after a step."""
+    """Return the pipeline's optimizer, and a function that changes its rates after a step."""
     named = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense: Any = KeyedOptimizerWrapper(named, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     fused: Any = model.fused_optimizer
@@ -179,7 +179,7 @@ CASES = [
     ("fused", "lambda", "dense alone"),
     ("semi-sync from 4", "warm-up", "dense alone"),
 ]
-"""Where a look-up comes early, it is the tables' rates that change; or nothing else is known."""
+"""Cases: where a look-up is early, only the tables' rates change, or nothing else is known."""
 
 ALONE = [
     ("fused", "by hand", "both"),
@@ -187,28 +187,28 @@ ALONE = [
     ("fused, late", "lambda", "fused"),
     ("semi-sync from 4", "by hand", "fused"),
 ]
-"""Classes that have one backward where there is one rank."""
+"""Classes that have one backward on one rank."""
 
 
 def test_trainings_equal_torchrecs_under_schedules(one_rank: Ranks, two_ranks: Ranks) -> None:
-    """Losses, outputs, parameters, states: every class, with schedules and places in turn."""
+    """Losses, outputs, parameters and states of every class are equal, with varied schedules."""
     assert two_ranks.run(_different, CASES, 6, deadline_s=300.0) == [[], []]
     assert one_rank.run(_different, ALONE, 6) == [[]]
 
 
 class Group(nn.Module):
-    """Tables that hold a rate, as fbgemm's."""
+    """Tables with a rate, as fbgemm's."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
 
     def get_learning_rate(self) -> float:
-        """The rate of the next look-up."""
+        """Return the rate of the next look-up."""
         return self.rate
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set it."""
+        """Set the rate."""
         self.rate = rate
 
 

@@ -1,4 +1,4 @@
-"""DDP's reductions, waited for later: the same gradients as DDP's own, bit for bit."""
+"""DDP's reductions with a deferred wait: the gradients are those of DDP, bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS = 4
 
 
 class _Net(nn.Module):
-    """With sparse gradients and a part that some batches do not use, if asked for."""
+    """A network that may have sparse gradients, and a part that some batches do not use."""
 
     def __init__(self, *, sparse: bool, unused: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Net(nn.Module):
 
 
 def _trained(how: str, view: bool, sparse: bool, unused: bool) -> list[Tensor]:
-    """The gradients of each step: by DDP alone, or deferred, or within and outside of it."""
+    """Return the gradients of each step: by DDP alone, deferred, or both."""
     net = DistributedDataParallel(
         _Net(sparse=sparse, unused=unused),
         gradient_as_bucket_view=view,
@@ -92,12 +92,12 @@ def _differs() -> list[Any]:
 
 
 def test_deferred_reductions_are_ddps(two_ranks: Ranks) -> None:
-    """Also outside of the pipeline, where the hook stays; with views, sparse or unused parts."""
+    """The hook stays outside the pipeline, too; with views, sparse or unused parts."""
     assert two_ranks.run(_differs) == [[], []]
 
 
 def _waits() -> tuple[bool, bool]:
-    """Whether a backward that is deferred ends before the other rank has begun its own."""
+    """Return whether a deferred backward ends before the other rank has begun its own."""
     net = DistributedDataParallel(_Net(sparse=False, unused=False))
     reduction = DeferredReduction(ddp_modules(net))
     loss = net(torch.tensor([1]), 0)
@@ -117,19 +117,19 @@ def _waits() -> tuple[bool, bool]:
 
 
 def test_a_deferred_backward_waits_for_no_other_rank(two_ranks: Ranks) -> None:
-    """That wait was between the dense backward and that of the tables."""
+    """The wait was between the dense backward and that of the tables."""
     assert two_ranks.run(_waits) == [(True, True)] * 2
 
 
 class _InPlace(torch.optim.SGD):
-    """Sets gradients to zero, not to None, as Apex's optimizers can."""
+    """An optimizer that sets gradients to zero, not to None, as Apex's can."""
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         super().zero_grad(set_to_none)
 
 
 class _Late:
-    """A reduction that another rank delays until it is waited for; so may any be."""
+    """A reduction that runs only when it is waited for, as if another rank delayed it."""
 
     def __init__(self, buffer: Tensor, group: dist.ProcessGroup) -> None:
         self._reduce = partial(dist.all_reduce, buffer, group=group)
@@ -140,7 +140,7 @@ class _Late:
 
 @contextmanager
 def late_reductions() -> Iterator[None]:
-    """Within the block each reduction that is begun ends when it is waited for, and not before."""
+    """Delay each reduction in the block until it is waited for."""
     reduce: Any = dist.all_reduce
 
     def reduce_late(buffer: Tensor, *, group: dist.ProcessGroup, async_op: bool = False) -> Any:
@@ -151,7 +151,7 @@ def late_reductions() -> Iterator[None]:
 
 
 def _model() -> Any:
-    """Sharded tables within parts that DDP reduces, with gradients in its buckets and apart."""
+    """Return sharded tables within parts that DDP reduces, in its buckets and outside."""
     model: Any = sharded(Job(), ddp=False)
     for part, view in (("bottom", True), ("top", False)):
         module = getattr(model.module, part)
@@ -161,7 +161,7 @@ def _model() -> Any:
 
 
 def _after_a_failure(pipeline_of: Any) -> list[str]:
-    """What differs in a training of which the first batch failed before its tables' backward."""
+    """Return the differences after a first batch that failed before its tables' backward."""
     outcomes = []
     for fails in (False, True):
         model = _model()
@@ -179,12 +179,12 @@ def _after_a_failure(pipeline_of: Any) -> list[str]:
 
 @pytest.mark.parametrize("pipeline_of", [TrainPipelineFusedSparseDist, TrainPipelineSemiSync])
 def test_a_batch_that_failed_leaves_no_gradients(two_ranks: Ranks, pipeline_of: Any) -> None:
-    """The gradients of its reductions, which end after it, are not added to the next batch's."""
+    """Their reductions end after it; they are not added to the next batch's gradients."""
     assert two_ranks.run(_after_a_failure, pipeline_of) == [[], []]
 
 
 def _replayed() -> bool:
-    """Whether a replay of the dense backward gives the gradients that all ranks have reduced."""
+    """Return whether a replay of the dense backward gives the reduced gradients of all ranks."""
     (batch,) = batches(1)
     grads = []
     for task in (None, "DenseBackward"):
@@ -206,7 +206,7 @@ def _replayed() -> bool:
 
 
 def test_a_replayed_backward_has_reduced_gradients(two_ranks: Ranks) -> None:
-    """Not those of this rank, which it has when it returns."""
+    """They are not those of this rank, which it has when it returns."""
     assert two_ranks.run(_replayed) == [True, True]
 
 
@@ -229,5 +229,5 @@ def _own_hook() -> tuple[int, bool]:
 
 
 def test_a_hook_of_the_user_stays(one_rank: Ranks) -> None:
-    """Compression, for example: nothing is deferred then."""
+    """Compression is an example: nothing is deferred then."""
     assert one_rank.run(_own_hook) == [(1, False)]

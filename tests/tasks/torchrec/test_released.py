@@ -1,4 +1,4 @@
-"""Ids whose memory goes when they have been exchanged, on every TorchRec that is supported."""
+"""Ids are freed after their exchange, on every supported TorchRec."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.tasks.torchrec.trial import ALL_MEMORY, to_the_end
 
 
 def test_the_names_of_every_torchrec_are_known() -> None:
-    """That of 1.5 for the copy in place; what it lacks is off."""
+    """In 1.5 the copy in place has another name; an argument that it lacks is disabled."""
     assert MemoryOptions.of({"inplace_copy_batch_to_gpu": True}) == MemoryOptions(
         enable_inplace_copy_batch=True
     )
@@ -46,7 +46,7 @@ def test_the_names_of_every_torchrec_are_known() -> None:
 
 
 def test_what_went_has_shape_type_and_device_and_no_memory() -> None:
-    """Every operator that reads raises; so do lists."""
+    """Every operator that reads it raises, and so do lists."""
     gone = Released(torch.arange(6).view(2, 3))
     assert (gone.shape, gone.dtype, gone.device) == (torch.Size([2, 3]), torch.int64, CPU)
     assert gone.untyped_storage().nbytes() == 0
@@ -58,7 +58,7 @@ def test_what_went_has_shape_type_and_device_and_no_memory() -> None:
 
 
 def test_what_went_is_known_in_a_new_container() -> None:
-    """It is the input that was exchanged, whatever its values have been."""
+    """It is the exchanged input, with any values."""
     one, other = (Released(torch.arange(4)) for _ in range(2))
     lengths = torch.tensor([2, 2])
 
@@ -75,7 +75,7 @@ def test_what_went_is_known_in_a_new_container() -> None:
 
 
 def test_what_one_module_copies_stays_for_another_that_does_not() -> None:
-    """And the batch's ids keep the lists that the first has computed of them."""
+    """The batch's ids keep the lists that the first one has computed."""
     ids = KeyedJaggedTensor(["f0", "f1"], torch.arange(4), lengths=torch.tensor([1, 3]))
     releases = Releases(ALL_MEMORY, CpuDevice())
     ((copied,), _), ((kept,), _) = (releases.lent(([ids], {})) for _ in range(2))
@@ -93,7 +93,7 @@ def test_what_one_module_copies_stays_for_another_that_does_not() -> None:
 
 
 class _Held(CpuDevice):
-    """Notes how many bytes are there when their memory is held."""
+    """A device that records the size of memory when it is held."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def _held() -> list[int] | None:
 
 
 def test_memory_is_held_for_the_exchange_before_it_goes(two_ranks: Ranks) -> None:
-    """It is of the stream for copies, and the exchange may still read it."""
+    """It belongs to the stream for copies, and the exchange may still read it."""
     for held in two_ranks.run(_held):
         if held is None:
             pytest.skip("modules of this TorchRec do not say what they have copied")

@@ -1,4 +1,4 @@
-"""A training that was stopped and resumed gives the numbers of one that was not, bit for bit."""
+"""A training that was stopped and resumed has the numbers of one that was not, bit for bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WRAPPERS = "torchrec.distributed.train_pipeline"
 
 
 class Case(NamedTuple):
-    """A pipeline, where it is stopped, and whether it is drained there."""
+    """A pipeline, the places where it is stopped, and whether it is drained there."""
 
     name: str
     places: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 class Counted(Iterator[Batch]):
-    """An iterator that knows how many batches were pulled from it."""
+    """An iterator that counts the batches pulled from it."""
 
     def __init__(self, data: Iterator[Batch]) -> None:
         self.pulled = 0
@@ -58,7 +58,7 @@ class Counted(Iterator[Batch]):
 
 
 class Training:
-    """Everything of one process that trains; the rates change with each call."""
+    """All objects of one training process, with rates that change in each call."""
 
     def __init__(self, case: Case, done: int = 0) -> None:
         self.model: Any = sharded(JOB)
@@ -70,13 +70,13 @@ class Training:
         self.data = Counted(islice(batches(2 * STEPS), done, None))
 
     def take_over(self, other: Training, state: Any) -> None:
-        """What a checkpoint of the other leads back to."""
+        """Load a checkpoint of another training."""
         put_back(self.model, everything(other.model))
         self.optimizer.load_state_dict(other.optimizer.state_dict())
         self.pipeline.load_state_dict(state)
 
     def run(self, first: int, last: int = STEPS) -> list[Tensor]:
-        """The outputs of some calls."""
+        """Return the outputs of some calls."""
         found = []
         for call in range(first, last):
             for group in self.optimizer.param_groups:
@@ -86,7 +86,7 @@ class Training:
 
 
 def _stopped(case: Case) -> list[str]:
-    """Where a run that is resumed at each place differs from the one that goes on."""
+    """Return the differences between resumed runs and the one that continues."""
     first, outputs, others = Training(case), list[Tensor](), {}
     for place in case.places:
         outputs += first.run(len(outputs), place)
@@ -119,7 +119,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_any_place_is_good_for_a_checkpoint(two_ranks: Ranks, case: Case) -> None:
-    """With batches in flight, and with as many as were not returned pulled again.
+    """Batches are in flight; as many as were not returned are pulled again.
 
     Some look-ups take the rates of an earlier step, which no optimizer's state has.
     """
@@ -138,7 +138,7 @@ def _kept() -> list[int]:
 
 
 def test_a_loaded_state_lets_go_of_what_was_kept_back(one_rank: Ranks) -> None:
-    """Two batches are, also after a drain; they come again."""
+    """Two batches are kept back, also after a drain; they come again."""
     assert one_rank.run(_kept) == [[2, 0]]
 
 
@@ -161,7 +161,7 @@ def _stale() -> list[str]:
 
 
 def test_stale_reads_and_stashed_gradients_are_not_saved(one_rank: Ranks) -> None:
-    """Reads after a drain are fresh; a stash stays, which no state has."""
+    """Reads after a drain are fresh; a stash stays, which no state contains."""
     ((flying, drained, stashed, still),) = one_rank.run(_stale)
     assert flying.startswith("RuntimeError: batches are in flight (3), and a run resumed from here")
     assert "the plan reads optimizer, tables from before the update" in flying
@@ -194,7 +194,7 @@ def _numbers() -> list[Any]:
 
 
 def test_the_number_of_the_next_batch_is_kept_until_a_reset(one_rank: Ranks) -> None:
-    """When the reads become stale, and with another model; a state may lead back to exact ones."""
+    """It counts when the reads become stale, and with another model; a state may restore it."""
     ((flying, wrong, stale, exact, plan, number, kept, reset, bad),) = one_rank.run(_numbers)
     assert "before loading a state" in flying
     assert (wrong, stale, exact, plan) == (0, True, True, "exact")
@@ -213,7 +213,7 @@ def _filled() -> list[Any]:
 
 
 def test_a_resumed_pass_that_is_filled_by_hand_keeps_its_batches(one_rank: Ranks) -> None:
-    """The state lies behind ``start_batch``: the plan changes before a batch is pulled."""
+    """The state is after ``start_batch``: the plan changes before a batch is pulled."""
     assert one_rank.run(_filled) == [[4, "semi_sync", 9]]
 
 
@@ -223,7 +223,7 @@ def _plain(**more: Any) -> ours.StagedTrainPipeline[Any, Any]:
 
 
 def test_a_staged_pipeline_is_saved_after_a_flush() -> None:
-    """In mid-flight its stages have run, of which nothing is known."""
+    """In flight its stages have run, of which nothing is known."""
     states: list[Any] = []
     pipeline = _plain(on_flush_end=lambda: states.append(pipeline.state_dict()))
     data = iter(torch.arange(8.0).view(-1, 1))
@@ -250,7 +250,7 @@ def test_a_staged_pipeline_is_saved_after_a_flush() -> None:
 
 
 def _wrapped() -> tuple[Training, Any]:
-    """Three batches a step, by TorchRec's GradientAccumulationWrapper."""
+    """Return a training by TorchRec's ``GradientAccumulationWrapper``, three batches a step."""
     wrapper = importlib.import_module(WRAPPERS)
     config = wrapper.GradientAccumulationConfig(is_enabled=True, num_steps=3)
     one = Training(Case(SPARSE))
@@ -259,7 +259,7 @@ def _wrapped() -> tuple[Training, Any]:
 
 
 def _resumed() -> list[Any]:
-    """Saved after the first step."""
+    """Resume from a state after the first step."""
     first, wrapped = _wrapped()
     said = []
     for _ in range(3):
@@ -284,9 +284,9 @@ def _resumed() -> list[Any]:
 def test_an_unfinished_step_of_torchrecs_wrapper_is_not_saved(
     one_rank: Ranks, two_ranks: Ranks
 ) -> None:
-    """Its gradients are in no state; after a step a run is resumed bit for bit, on one rank.
+    """Its gradients are in no state; after a step a resumed run is equal on one rank.
 
-    On several, DDP reduces the first batch of a process by itself; loading a state says so.
+    On several, DDP reduces the first batch of a process differently; loading a state warns.
     """
     ((said, where, warned),) = one_rank.run(_resumed)
     assert said[0] == "nothing raised"

@@ -1,4 +1,4 @@
-"""What is pipelined, what is not, and what is said of it."""
+"""The inputs that are pipelined, those that are not, and the messages about them."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class _NoTo:
 def _refused(
     kind: Kind = kinds.by_flag, batch: Any = None, find: Find = "trace", **options: Any
 ) -> str:
-    """What is said of a model at its first batch; "" if it runs."""
+    """Return the error of a model at its first batch; "" if it runs."""
     with create("jagged_sparse_dist", computing(kind), TWO, find=find, **options) as pipeline:
         return refusal(lambda: pipeline.progress(iter([batch or next(batches(1))])))
 
 
 class _Picks(nn.Module):
-    """Calls a module with parts of the batch, alone and within lists and dicts."""
+    """A model that calls a module with parts of the batch, alone and in lists and dicts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _Picks(nn.Module):
 
 
 def test_an_input_is_picked_by_attributes_items_and_get() -> None:
-    """As the forward picks it, in lists and dicts, too; a message shows the way to it."""
+    """The forward uses lists and dicts, too; a message shows the path to it."""
     graph = torch.fx.Tracer().trace(_Picks())
     (call,) = (node for node in graph.nodes if node.op == "call_module")
     traced = TracedArguments(call.args, call.kwargs)
@@ -135,7 +135,7 @@ def _compiled(in_place: bool) -> list[str]:
 
 
 def test_a_compiled_model_is_compiled_in_place(one_rank: Ranks) -> None:
-    """What `torch.compile(model)` returns cannot be traced; the error says how to compile."""
+    """The result of `torch.compile(model)` cannot be traced; the error says how to compile."""
     ((said,),) = one_rank.run(_compiled, False)
     assert said.startswith("the model was made by torch.compile(), which torch.fx cannot trace")
     assert "call .compile() of the module instead" in said
@@ -144,14 +144,14 @@ def test_a_compiled_model_is_compiled_in_place(one_rank: Ranks) -> None:
 
 
 def test_an_untraced_second_call_is_reported_when_it_happens(two_ranks: Ranks) -> None:
-    """The direct path cannot see the forward; the forward itself says so, instead of hanging."""
+    """The direct path cannot see the forward; the forward itself raises, instead of hanging."""
     for said in two_ranks.run(partial(_refused, kinds.calls_twice, find="direct")):
         assert said.startswith("RuntimeError: module 'tables.0' is called a second time")
         assert "call it once" in said
 
 
 def test_the_direct_path_needs_no_trace_and_does_not_guess(two_ranks: Ranks) -> None:
-    """A forward that branches is pipelined by it; two matching attributes are an error.
+    """A forward that branches works with it; two matching attributes are an error.
 
     Naming one of them fixes it.
     """
@@ -164,7 +164,7 @@ def test_the_direct_path_needs_no_trace_and_does_not_guess(two_ranks: Ranks) -> 
 
 
 def test_an_unknown_module_name_is_reported(one_rank: Ranks) -> None:
-    """The error lists the modules there are."""
+    """The error lists the existing modules."""
     with pytest.raises(RewriteError, match=r"'tabels.0'.* those are tables.0, tables.1"):
         one_rank.run(partial(_refused, inputs={"tabels.0": "ids"}))
 
@@ -186,7 +186,7 @@ def _outside(postproc: bool) -> str:
 def test_calling_an_attached_model_is_an_error(
     two_ranks: Ranks, postproc: bool, module: str
 ) -> None:
-    """It must not use the ids of a batch in flight, nor what was computed for it."""
+    """It must use neither the ids of a batch in flight, nor what was computed for it."""
     for said in two_ranks.run(_outside, postproc):
         assert f"module {module!r} is called outside of its pipeline" in said
         assert "detach() the model first" in said
@@ -199,7 +199,7 @@ def test_a_model_without_sharded_modules_is_told() -> None:
 
 
 def test_a_missing_process_group_is_told() -> None:
-    """Before anything is done to the model."""
+    """The error comes before anything is done to the model."""
     layer = nn.Linear(1, 1)
     with pytest.raises(RuntimeError, match="init_process_group"):
         SparseDistTasks(layer, TrainStep([torch.optim.SGD(layer.parameters())]))

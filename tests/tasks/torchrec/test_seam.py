@@ -1,4 +1,4 @@
-"""Where the graph is cut: gradients of embeddings are on their way before the backward is over."""
+"""The cut of the graph: gradients of embeddings are sent before the backward has ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tasks.torchrec.models import CPU, Job, batches, dense_optimizer, shar
 
 
 def _issued(job: Job) -> dict[str, int]:
-    """Task to how many exchanges it issues for the third batch of a serial run."""
+    """Return how many exchanges each task issues for the third batch of a serial run."""
     found: dict[str, int] = {}
     model = sharded(job)
     tasks = SparseDistTasks(model, TrainStep([dense_optimizer(job, model)]), device=CPU)
@@ -63,7 +63,7 @@ def test_gradients_go_on_from_their_leaves_once() -> None:
 
 
 class All2All_Pooled_Req(torch.autograd.Function):  # noqa: N801 - TorchRec's name, which counts
-    """What stands in a graph where an exchange was begun."""
+    """The node of a graph at which an exchange was begun, by TorchRec's name."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class All2All_Pooled_Req(torch.autograd.Function):  # noqa: N801 - TorchRec's na
 
 
 def test_the_graph_is_cut_at_the_exchange() -> None:
-    """What lies behind it has no gradient yet, and then the right one."""
+    """The part behind it has no gradient yet, and then the right one."""
     table = torch.ones(2, requires_grad=True)
     seam = Seam()
     seam.cut(All2All_Pooled_Req.apply(table * 5) * 2).sum().backward()
@@ -86,7 +86,7 @@ def test_the_graph_is_cut_at_the_exchange() -> None:
 
 
 def test_tables_with_and_without_an_exchange_go_on_together() -> None:
-    """Those without lose nothing."""
+    """Tables without an exchange lose nothing."""
     far, near = (torch.ones(2, requires_grad=True) for _ in range(2))
     seam = Seam()
     seam.cut(All2All_Pooled_Req.apply(far * 5) + near * 3).sum().backward()

@@ -1,4 +1,4 @@
-"""Each of the eleven tasks can be left out; training goes on unchanged after that."""
+"""Each of the eleven tasks can be shortcut; training continues unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.tasks.torchrec.trial import ALL_MEMORY, EXACT, Outcome, create, to_th
 SPLIT, PREFETCH = EXACT[3], EXACT[2]
 ADAGRAD = Job(optimizer=torch.optim.Adagrad)
 MEASURED = {False: TASKS, True: (TASKS[1], TASKS[5])}
-"""Serially and pipelined."""
+"""Ways to measure: serially and pipelined."""
 
 
 def _left_out(name: str, job: Job, memory: MemoryOptions) -> list[Tensor]:
-    """Outputs of one batch again and again, while each task is left out in turn."""
+    """Return outputs of one batch, while each task is shortcut in turn."""
     (batch,) = batches(1)
     with create(name, job=job, memory=memory) as pipeline:
         outputs = to_the_end(pipeline, iter([batch]))
@@ -41,9 +41,9 @@ def _left_out(name: str, job: Job, memory: MemoryOptions) -> list[Tensor]:
 def test_each_task_can_be_left_out_alone(
     two_ranks: Ranks, job: Job, name: str, memory: MemoryOptions
 ) -> None:
-    """As many outputs as batches; what a collection remembers of ids is put back, too.
+    """There are as many outputs as batches; what a collection stores about ids is restored.
 
-    A replayed batch has its ids, whatever later tasks let go of.
+    A replayed batch has its ids, also if later tasks free them.
     """
     for outputs in two_ranks.run(_left_out, name, job, memory):
         assert len(outputs) == 1 + 4 * len(TASKS)
@@ -51,7 +51,7 @@ def test_each_task_can_be_left_out_alone(
 
 
 def _without(task: str) -> bool:
-    """Whether tables stay as they are while a task is left out."""
+    """Return whether tables stay as they are while a task is shortcut."""
     model = sharded(Job())
     (batch,) = batches(1)
     with create(SPLIT, model) as pipeline:
@@ -70,7 +70,7 @@ def test_leaving_out_the_embedding_backward_leaves_the_tables_alone(two_ranks: R
 
 
 def _profiled() -> tuple[list[ProfileResult], list[str]]:
-    """Profiles, serially and pipelined; and in what a training after them differs."""
+    """Return profiles, serial and pipelined, and the differences of a later training."""
     outcomes, results, changed = [], list[ProfileResult](), list[str]()
     for profiled in (False, True):
         model = sharded(ADAGRAD)
@@ -85,7 +85,7 @@ def _profiled() -> tuple[list[ProfileResult], list[str]]:
 
 
 def test_the_profiler_measures_all_eleven(two_ranks: Ranks) -> None:
-    """On two ranks, and some under the plan; training goes on as if there had been no profile.
+    """It measures on two ranks, and some under the plan; training continues unchanged.
 
     Each rank's report has the times of both.
     """

@@ -1,4 +1,4 @@
-"""Batch shufflers on two ranks: as many rows as before, none lost, work spread evenly."""
+"""Batch shufflers on two ranks: equal numbers of rows, none lost, and even work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROWS = 24
 
 @dataclass
 class Clicks:
-    """A batch as TorchRec users have them; every row is told from all others by ``ids``."""
+    """A batch of a TorchRec user, in which ``ids`` identify every row."""
 
     ids: Tensor  # [B]
     dense: Tensor  # [B, 3]
@@ -48,7 +48,7 @@ class Clicks:
 
 
 def clicks(rank: int, rows: int = ROWS, seed: int = 0) -> Clicks:
-    """Rows whose every value tells the row and the rank that it came from."""
+    """Return rows whose values show the row and its original rank."""
     draws = random.Random(100 * seed + rank)
     heavy = 8 if rank == 0 else 1  # rank 0 reads the long sequences
     ids = [1000 * rank + row for row in range(rows)]
@@ -81,7 +81,7 @@ def clicks(rank: int, rows: int = ROWS, seed: int = 0) -> Clicks:
 
 
 def rows_of(batch: Clicks) -> dict[int, Any]:
-    """What belongs to each row, by its id, as plain data."""
+    """Return the contents of each row as plain data, by its id."""
     a, b = (batch.sparse[key].to_dense() for key in "ab")
     w = batch.weighted["w"]
     return {
@@ -100,7 +100,7 @@ def rows_of(batch: Clicks) -> dict[int, Any]:
 
 
 def _shuffle() -> list[Any]:
-    """Rows and work before and after; all deals start before the first is finished."""
+    """Return rows and work before and after; both shuffles start before one is finished."""
     rank = dist.get_rank()
     shuffler = KarmarkarKarpShuffler(Clicks.work)
     dealt = [clicks(rank, seed=seed) for seed in range(2)]
@@ -122,7 +122,7 @@ def _shuffle() -> list[Any]:
 
 
 def test_two_ranks_share_the_work(two_ranks: Ranks) -> None:
-    """Equal rows per rank, every row whole and none lost, rank 0's long rows spread."""
+    """Rows per rank are equal, every row is complete and none lost; rank 0's long rows spread."""
     for seen in zip(*two_ranks.run(_shuffle), strict=True):
         befores, afters, loads, shares = zip(*seen, strict=True)
         assert [len(after) for after in afters] == [ROWS] * 2
@@ -133,7 +133,7 @@ def test_two_ranks_share_the_work(two_ranks: Ranks) -> None:
 
 
 def _told() -> list[tuple[str, str]]:
-    """What a shuffler says of batches, and a part of what it is to say."""
+    """Return a shuffler's errors for batches, and the words that they must have."""
     rank = dist.get_rank()
     mixed, strided, four = (clicks(rank, rows=4) for _ in range(3))
     mixed.nested["temperature"] = torch.tensor([0.5])
@@ -168,7 +168,7 @@ def _ones(batch: Clicks) -> Tensor:
 
 
 def _gathers() -> list[tuple[str, float]]:
-    """Begins and ends of the gathers of two batches, of which the first one is held up."""
+    """Return the times of the gathers of two batches, the first of which is delayed."""
     seen: list[tuple[str, float]] = []
     second_has_come, first_may_end = threading.Event(), threading.Event()
     wait_for = shuffle.wait_for
@@ -200,12 +200,12 @@ def _gathers() -> list[tuple[str, float]]:
 
 
 def test_workloads_are_gathered_in_the_order_of_the_batches(one_rank: Ranks) -> None:
-    """On every rank, whichever thread is quicker: they are collectives."""
+    """This holds on every rank and for any speed of threads: they are collectives."""
     assert one_rank.run(_gathers) == [[("begins", 0), ("ends", 0), ("begins", 1), ("ends", 1)]]
 
 
 def test_what_cannot_be_shuffled_is_told_on_all_ranks(two_ranks: Ranks) -> None:
-    """Every rank gets the error, which names the value and the mend; none hangs."""
+    """Every rank gets the error, which names the value and the fix; none hangs."""
     for told in two_ranks.run(_told):
         for said, wanted in told:
             assert wanted in said
@@ -226,12 +226,12 @@ def _late_workloads() -> str:
 
 
 def test_a_rank_that_sends_no_workloads_is_an_error_in_time(two_ranks: Ranks) -> None:
-    """Not a hang: the other rank hears of it after ``timeout_s``."""
+    """It is no hang: the other rank raises after ``timeout_s``."""
     assert "while workloads were gathered" in two_ranks.run(_late_workloads)[1]
 
 
 def test_the_identity_keeps_every_row() -> None:
-    """The very batch comes back."""
+    """The same batch is returned."""
     shuffler = IdentityShuffler()
     batch = clicks(0)
     assert shuffler.finish(batch, shuffler.start(batch)) is batch
@@ -239,7 +239,7 @@ def test_the_identity_keeps_every_row() -> None:
 
 
 def test_a_shuffler_without_a_process_group_is_refused() -> None:
-    """With the two ways out."""
+    """The error has both alternatives."""
     with pytest.raises(RuntimeError, match=r"init_process_group\(\) first, or take IdentityShuff"):
         KarmarkarKarpShuffler(_ones)
 
@@ -254,7 +254,7 @@ def test_a_route_says_who_gets_what() -> None:
 
 
 def heaviest(workloads: Sequence[float], shares: Sequence[Sequence[int]]) -> float:
-    """The largest workload of a rank."""
+    """Return the largest workload of a rank."""
     return max(sum(workloads[row] for row in share) for share in shares)
 
 
@@ -274,7 +274,7 @@ def heaviest(workloads: Sequence[float], shares: Sequence[Sequence[int]]) -> flo
 def test_all_ranks_get_equally_many_rows_and_none_is_lost(
     case: tuple[int, list[float]],
 ) -> None:
-    """Whatever the workloads are."""
+    """This holds for any workloads."""
     parts, workloads = case
     shares = balanced_partition(workloads, parts)
     assert [len(share) for share in shares] == [len(workloads) // parts] * parts
@@ -284,7 +284,7 @@ def test_all_ranks_get_equally_many_rows_and_none_is_lost(
 
 @pytest.mark.parametrize(("parts", "rows", "most"), [(2, 6, 1.2), (3, 3, 1.2), (4, 256, 1.001)])
 def test_a_skewed_partition_is_even(parts: int, rows: int, most: float) -> None:
-    """Giant rows are balanced with light ones: so far above the mean, or the giant row, at most."""
+    """Giant rows are combined with light ones: the maximum is near the mean, or the giant row."""
     for seed in range(10):
         draws = random.Random(seed)
         workloads = [draws.lognormvariate(3.0, 1.0) for _ in range(parts * rows)]

@@ -72,7 +72,7 @@ def _trained(prefetch: bool) -> list[str]:
 
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_the_users_loop_trains_as_torchrecs_base(two_ranks: Ranks, prefetch: bool) -> None:
-    """Bit for bit, also with the model called on its own, and by another pipeline, in between."""
+    """It is equal bit for bit, also with the model called directly or by another pipeline."""
     assert two_ranks.run(_trained, prefetch) == [[], []]
 
 
@@ -86,7 +86,7 @@ def _values(pipeline: StagedTrainPipeline, data: Iterator[Tensor], count: int) -
 
 
 def test_a_flush_finishes_what_is_in_flight() -> None:
-    """Then on_flush_end is called, and the next batch comes from the same call."""
+    """Then on_flush_end is called, and the same call returns the next batch."""
     told: list[str] = []
     pipeline, data = _plain(8, on_flush_end=lambda: told.append("flushed"))
     assert _values(pipeline, data, 1) == [13.0]
@@ -125,7 +125,7 @@ def _misuse() -> list[str]:
 
 
 def test_a_batch_that_was_not_exchanged_is_refused(two_ranks: Ranks) -> None:
-    """Instead of training on another batch's embeddings; a failure drops the exchanges, too."""
+    """It would train on another batch's embeddings; a failure drops the exchanges, too."""
     for other, failed, again in two_ranks.run(_misuse):
         assert "exchanged" in other
         assert failed.startswith("AttributeError")
@@ -133,7 +133,7 @@ def test_a_batch_that_was_not_exchanged_is_refused(two_ranks: Ranks) -> None:
 
 
 def test_what_has_no_counterpart_is_refused() -> None:
-    """Foreign callbacks, TorchRec's internals, and look-ups that read stale rows."""
+    """These are foreign callbacks, TorchRec's internals, and look-ups that read stale rows."""
     stage = PipelineStage("mine", lambda rows: rows, None, fill_callback=print)
     said = refusal(lambda: StagedTrainPipeline([stage]))
     assert said.startswith("NotImplementedError: stage 'mine': fill_callback=")

@@ -1,4 +1,4 @@
-"""Tables, or the optimizer's state, are on the host between two uses: the same numbers."""
+"""Tables or the optimizer's state are on the host between uses, with the same numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Moving(CpuDevice):
 
 
 class Watched:
-    """The pairs that a pipeline makes, and how many bytes they have on the device at a time."""
+    """The offloads that a pipeline makes, and their bytes on the device over time."""
 
     def __init__(self) -> None:
         self.pairs: list[Offload] = []
@@ -63,14 +63,14 @@ class Watched:
 
 @contextmanager
 def watched() -> Iterator[Watched]:
-    """Within the block the stashing pipelines move memory of this CPU."""
+    """Let the stashing pipelines move memory of this CPU within the block."""
     seen = Watched()
     with mock.patch.object(stashed, "Offload", seen.pair):
         yield seen
 
 
 def to_be_stashed(job: Job) -> nn.Module:
-    """The job's model, its first table marked as in TorchRec's configurations."""
+    """Return the job's model, with its first table marked as in TorchRec's configurations."""
     model = sharded(job)
     for part in modules_in(model):
         for table in getattr(getattr(part, "_config", None), "embedding_tables", ()):
@@ -81,7 +81,7 @@ def to_be_stashed(job: Job) -> nn.Module:
 def trained(
     name: str, job: Job, made: Callable[[Job], nn.Module] = to_be_stashed
 ) -> tuple[list[str], list[int], list[int]]:
-    """Where a class differs from TorchRec's base; bytes in the dense part, and between calls."""
+    """Return the differences of a class from TorchRec's base, and the bytes at two places."""
     wanted = by_torchrec(job, batches(STEPS), made(job))
     model = made(job)
 
@@ -102,7 +102,7 @@ def trained(
 
 
 def test_tables_are_away_during_the_dense_part_alone(two_ranks: Ranks) -> None:
-    """Bit-equal with TorchRec's base; between two calls the tables are whole."""
+    """Training equals TorchRec's base; between two calls the tables are complete."""
     for sharding in ("table_wise", "row_wise"):
         for differences, dense, body in two_ranks.run(trained, EMB, Job(sharding)):
             assert differences == []
@@ -111,7 +111,7 @@ def test_tables_are_away_during_the_dense_part_alone(two_ranks: Ranks) -> None:
 
 
 class Kernel(nn.Module):
-    """Stands in for a kernel of tables in host memory, whose cache fbgemm fills on a GPU alone."""
+    """A stand-in for a kernel of tables in host memory, whose cache fbgemm fills on a GPU only."""
 
     def __init__(self, cache: torch.Tensor) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Kernel(nn.Module):
 
 
 def _cached() -> tuple[list[str], set[int], int, set[float]]:
-    """What a training with a cache gives, and the values of the cache after it."""
+    """Return the results of a training with a cache, and the cache's final values."""
     cache = torch.full((8, 4), 7.0)
 
     def cached(job: Job) -> nn.Module:
@@ -134,7 +134,7 @@ def _cached() -> tuple[list[str], set[int], int, set[float]]:
 
 @pytest.mark.skipif(torchrec_class(EMS) is None, reason="this TorchRec has no such class")
 def test_caches_are_away_during_the_dense_part_alone(two_ranks: Ranks) -> None:
-    """They come back with their values; tables that are not marked stay."""
+    """They are restored with their values; tables that are not marked stay."""
     for differences, dense, body, values in two_ranks.run(_cached):
         assert differences == []
         assert dense == {0}
@@ -143,7 +143,7 @@ def test_caches_are_away_during_the_dense_part_alone(two_ranks: Ranks) -> None:
 
 
 def test_the_optimizers_state_is_away_until_its_step(two_ranks: Ranks) -> None:
-    """Bit-equal, with moments of Adam; from the second batch on there is something to move."""
+    """Training is equal with moments of Adam; from the second batch on there is some to move."""
     job = Job(optimizer=torch.optim.Adam, options={"lr": 0.01}, fused=False)
     for differences, dense, body in two_ranks.run(trained, OPT, job):
         assert differences == []
@@ -159,6 +159,6 @@ def _warned() -> str:
 
 
 def test_a_model_without_marked_tables_is_told(two_ranks: Ranks) -> None:
-    """TorchRec would move nothing, without a word."""
+    """TorchRec would silently move nothing."""
     for message in two_ranks.run(_warned):
         assert "stash_weights=True" in message

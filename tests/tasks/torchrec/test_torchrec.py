@@ -1,4 +1,4 @@
-"""Which TorchRec is taken, and what is said of another."""
+"""The choice of the installed TorchRec, and messages about other versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.scripts import Script, Scripts
 
 @pytest.mark.parametrize("version", ["1.5.0", "1.8", "1.8.1+cu130", "1.9.2"])
 def test_a_tested_series_is_taken_in_silence(version: str) -> None:
-    """Whatever its patch level and build."""
+    """Any patch level and build is accepted."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_version(version)
@@ -30,13 +30,13 @@ def test_another_series_is_taken_with_a_warning(version: str) -> None:
 
 
 def test_no_torchrec_is_told() -> None:
-    """Not as a missing module somewhere inside."""
+    """The error is not that of a missing module somewhere inside."""
     with pytest.raises(ImportError, match=r"tested with 1\.5 to 1\.9, and none is installed"):
         check_version(None)
 
 
 def test_it_says_what_it_found() -> None:
-    """TorchRec's version and fbgemm's."""
+    """It has TorchRec's version and fbgemm's."""
     assert describe().startswith(f"torchrec {VERSION} (tested: 1.5 to 1.9)")
     assert "fbgemm" in describe()
 
@@ -53,7 +53,7 @@ except ImportError as error:
 
 @pytest.mark.slow
 def test_a_part_that_is_gone_is_named(scripts: Scripts) -> None:
-    """With the installed version, and the one to install."""
+    """The error has the installed version, and the one to install."""
     code, said, _ = scripts.run(Script(_GONE))
     assert code == 0
     first, last = said.strip().splitlines()
@@ -71,7 +71,7 @@ COMPARING = Path(__file__).parents[3] / ".ci/torchrec_release.py"
 def test_a_new_release_is_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its version, what is gone, and the lines of source that have changed; exit status 1."""
+    """It prints its version, missing parts and changed lines of source; the exit status is 1."""
     script = runpy.run_path(str(COMPARING))
     name = "torchrec.distributed.train_pipeline.utils._fuse_input_dist_splits"
     source = script["sources"]()[name]

@@ -1,4 +1,4 @@
-"""Several pipelines on one model, in turns: the one that is called has it."""
+"""Several pipelines on one model: the called one owns the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVALUATE = ("EvalPipelineFusedSparseDist",)
 
 
 def _turns(count: int) -> Iterator[int]:
-    """Pipelines by number, in an order in which each comes directly after each other one."""
+    """Yield the numbers of pipelines in an order in which each follows each other one."""
     for one in range(count):
         for other in range(one + 1, count):
             yield from (one, other)
@@ -33,7 +33,7 @@ def _turns(count: int) -> Iterator[int]:
 
 
 def _in_turns(train: Sequence[Any], evaluate: Sequence[Any]) -> Outcome:
-    """All on one model, a step or two each time; their passes go on where they were left."""
+    """Train several pipelines on one model alternately; their passes continue."""
     model = sharded(Job())
     optimizer = combined(model)  # so that no plan looks up before the step
     pipelines = [kind(model, optimizer, CPU) for kind in (*train, *evaluate)]
@@ -55,12 +55,12 @@ def _ours() -> list[str]:
 
 
 def test_pipelines_on_one_model_take_turns(two_ranks: Ranks) -> None:
-    """Six train and evaluate, each after each other: in mid-pass, bit for bit a plain loop."""
+    """Six train and evaluate, each after each other one: bit for bit as a plain loop."""
     assert two_ranks.run(_ours) == [[], []]
 
 
 def _looked_up(name: str, options: dict[str, Any]) -> list[str]:
-    """What another pipeline is told while rows of this one's next batch have been read."""
+    """Return the error of a pipeline while another one has read rows of its next batch."""
     one = made(getattr(ours, name), **options)
     new, other = (ours.TrainPipelineSparseDist(one._model, one._optimizer, CPU) for _ in range(2))
     data, others = batches(9), list(batches(9, seed=1))
@@ -82,7 +82,7 @@ def _looked_up(name: str, options: dict[str, Any]) -> list[str]:
 
 
 def _on_a_thread() -> list[str]:
-    """What another pipeline is told, and who detaches the model, before and after a drain."""
+    """Return a pipeline's error and the thread that detaches the model, around a drain."""
     model = sharded(Job())
     plan = plans.sparse_dist()
     apart = {name: replace(plan.schedule[name], thread_group="io") for name in plans.STREAMS}
@@ -97,7 +97,7 @@ def _on_a_thread() -> list[str]:
 
 
 def test_the_model_is_not_taken_from_under_a_thread(one_rank: Ranks) -> None:
-    """Threads of a plan's own may work on batches in flight between two calls."""
+    """Threads of a hand-written plan may work on batches in flight between two calls."""
     ((other, detached, drained),) = one_rank.run(_on_a_thread)
     assert "has batches in flight, and threads (io) work on them" in other
     assert "threads (io) work on them: call drain() first" in detached
@@ -111,7 +111,7 @@ def test_the_model_is_not_taken_from_under_a_thread(one_rank: Ranks) -> None:
 def test_rows_that_were_read_are_not_changed_by_another(
     two_ranks: Ranks, name: str, options: dict[str, Any]
 ) -> None:
-    """It may evaluate; before it trains, the batches that have read them are drained."""
+    """It may evaluate; before it trains, the batches that have read them must be drained."""
     for *refused, lost, at_the_end in two_ranks.run(_looked_up, name, options):
         for said in refused:
             assert "another pipeline of this model has batches in flight, and they have" in said

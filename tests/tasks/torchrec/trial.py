@@ -1,4 +1,4 @@
-"""One training of a job, by TorchRec's own base pipeline or by ours, and what came out."""
+"""A training of a job by TorchRec's base pipeline or by ours, and its outcome."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EXACT = (
     "jagged_prefetch_sparse_dist",
     "jagged_split_sparse_dist",
 )
-"""Pipelines whose numbers are those of a plain loop."""
+"""Pipelines with the numbers of a plain loop."""
 
 STALE = "jagged_semi_sync_sparse_dist"
 
@@ -60,7 +60,7 @@ ALL_MEMORY = MemoryOptions(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training left.
+    """The outcome of a training.
 
     Attributes:
         outputs: The model's output for each batch.
@@ -71,7 +71,7 @@ class Outcome:
     state: dict[str, Tensor]
 
     def differences(self, other: Outcome) -> list[str]:
-        """Where two trainings differ, in any bit."""
+        """Return where two trainings differ in any bit."""
         found = [f"{len(self.outputs)} outputs, and {len(other.outputs)}"]
         if len(self.outputs) == len(other.outputs):
             pairs = zip(self.outputs, other.outputs, strict=True)
@@ -83,7 +83,7 @@ class Outcome:
 
 
 class Restarting(Iterator[Batch]):
-    """Three batches, again and again: an iterator that restarts, as with persistent workers."""
+    """An iterator of three batches that restarts, as with persistent workers."""
 
     def __init__(self) -> None:
         self._left = batches(3)
@@ -97,7 +97,7 @@ class Restarting(Iterator[Batch]):
 
 
 def to_the_end(pipeline: Any, data: Iterator[Batch]) -> list[Tensor]:
-    """Every output, until StopIteration."""
+    """Return all outputs until StopIteration."""
     outputs = []
     while True:
         try:
@@ -107,7 +107,7 @@ def to_the_end(pipeline: Any, data: Iterator[Batch]) -> list[Tensor]:
 
 
 def by_torchrec(job: Job, data: Iterator[Batch], model: nn.Module | None = None) -> Outcome:
-    """What TorchRec's unpipelined pipeline makes of a job."""
+    """Train a job by TorchRec's unpipelined pipeline."""
     model = sharded(job) if model is None else model
     pipeline = TrainPipelineBase(model, dense_optimizer(job, model), CPU)
     return Outcome(to_the_end(pipeline, data), everything(model))
@@ -119,7 +119,7 @@ def create(
     job: Job = Job(),  # noqa: B008 - frozen
     **options: Any,
 ) -> Any:
-    """One of our pipelines, with the job's dense optimizer unless a step or another is given."""
+    """Return one of our pipelines, by default with the job's dense optimizer."""
     model = sharded(job) if model is None else model
     if not options.keys() & {"step", "optimizer"}:
         options["optimizer"] = dense_optimizer(job, model)
@@ -127,14 +127,14 @@ def create(
 
 
 def outcome(pipeline: Any, data: Iterator[Any]) -> Outcome:
-    """What it makes of the data, closed."""
+    """Train a pipeline on the data, and close it."""
     with pipeline:
         outputs = to_the_end(pipeline, data)
     return Outcome(outputs, everything(pipeline.tasks.model))
 
 
 def refusal(fn: Callable[[], Any]) -> str:
-    """The message of the exception that a call raises, after its type."""
+    """Return the type and message of the exception that a call raises."""
     try:
         fn()
     except Exception as error:  # noqa: BLE001 - the test's to see
@@ -145,7 +145,7 @@ def refusal(fn: Callable[[], Any]) -> str:
 def differences(
     job: Job, steps: int, names: tuple[str, ...] = EXACT, shuffled: bool = False, **options: Any
 ) -> dict[str, list[str]]:
-    """For each of our pipelines that differs from TorchRec's base, where it does."""
+    """Return the differences of our pipelines from TorchRec's base, if any."""
     wanted = by_torchrec(job, dealt(steps) if shuffled else batches(steps))
     found = {}
     for name in names:
@@ -161,9 +161,9 @@ def differences(
 def inferred_differences(
     job: Job, steps: int, seeds: tuple[int, ...], forward: Kind = "split"
 ) -> dict[int, list[str]]:
-    """For each random plan, with the inferred dependences alone, that differs, where it does.
+    """Return the differences of random plans with inferred dependences, if any.
 
-    Each task is up to two milliseconds late; on each rank by another amount.
+    Each task is up to two milliseconds late, by a different time on each rank.
     """
     wanted = by_torchrec(job, batches(steps))
     inferred = _inferred(_tasks(job, forward)[0])
@@ -188,7 +188,7 @@ def _tasks(job: Job, forward: Kind) -> tuple[SparseDistTasks, nn.Module]:
 
 
 def _inferred(tasks: SparseDistTasks) -> PipelinePlan:
-    """What two iterations showed, on any rank; who may communicate takes turns."""
+    """Return the recording of two iterations on all ranks; collectives are ordered."""
     own = record(tasks.tasks(), next(iter(batches(1))), device=CPU)
     recordings: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(recordings, replace(own, tasks=()))
@@ -201,7 +201,7 @@ def _inferred(tasks: SparseDistTasks) -> PipelinePlan:
 
 
 def dealt(steps: int) -> Iterator[Batch]:
-    """The batches as a shuffler deals them, one by one."""
+    """Yield the batches as a shuffler returns them."""
     shuffler = KarmarkarKarpShuffler(Batch.work)
     for batch in batches(steps):
         yield shuffler.finish(batch, shuffler.start(batch))
@@ -209,12 +209,12 @@ def dealt(steps: int) -> Iterator[Batch]:
 
 
 Late: TypeAlias = Callable[[str], float]
-"""From a task's name to the seconds that it begins late, once for each run."""
+"""The seconds by which a task begins late, once for each run, by task."""
 
 
 @contextmanager
 def late_tasks(late: Late) -> Iterator[None]:
-    """Within the block tasks begin late."""
+    """Delay the start of tasks within the block."""
     own = SparseDistTasks.tasks
 
     def delayed(task: PipelineTask) -> PipelineTask:

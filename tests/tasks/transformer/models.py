@@ -26,17 +26,17 @@ SIZES: dict[str, Any] = {
 
 
 def config(*types: str, **more: Any) -> TransformerConfig:
-    """A small config with layers of these types."""
+    """Return a small config with layers of these types."""
     return TransformerConfig(num_layers=len(types), layer_types=types, **{**SIZES, **more})
 
 
 def model(*types: str, group: dist.ProcessGroup | None = None, **more: Any) -> GPTModel:
-    """A whole model of these layers."""
+    """Return a whole model of these layers."""
     return GPTModel(config(*types, **more), expert_group=group)
 
 
 def microbatch(number: int) -> dict[str, Tensor]:
-    """Ids, labels and a mask of losses; other ones on each rank."""
+    """Return ids, labels and a loss mask, which differ between ranks."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(1000 * rank + number)
     drawn = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
@@ -45,7 +45,7 @@ def microbatch(number: int) -> dict[str, Tensor]:
 
 
 def plan_of(of: GPTModel, number: int, **more: Any) -> TransformerModelChunkSchedulePlan:
-    """The schedule plan of a microbatch."""
+    """Return the schedule plan of a microbatch."""
     return of.build_schedule_plan(**{**microbatch(number), **more})
 
 
@@ -54,7 +54,7 @@ GRAD = torch.full((ROWS, LENGTH), 1 / TOKENS)
 
 
 def run_pairs(of: GPTModel, numbers: Sequence[int]) -> list[Tensor]:
-    """Each microbatch's forward over the backward of the one before; the outputs."""
+    """Run each forward over the previous microbatch's backward; return the outputs."""
     outputs, before = [], None
     for plan in [*(plan_of(of, number) for number in numbers), None]:
         output = TransformerModelChunkSchedulePlan.run(plan, before, before and GRAD)
@@ -64,7 +64,7 @@ def run_pairs(of: GPTModel, numbers: Sequence[int]) -> list[Tensor]:
 
 
 def run_alone(of: GPTModel, numbers: Sequence[int]) -> list[Tensor]:
-    """Each microbatch's forward, and then its backward."""
+    """Run each microbatch's forward, and then its backward."""
     outputs = []
     for number in numbers:
         plan = plan_of(of, number)
@@ -74,7 +74,7 @@ def run_alone(of: GPTModel, numbers: Sequence[int]) -> list[Tensor]:
 
 
 def run_plain(of: GPTModel, numbers: Sequence[int]) -> list[Tensor]:
-    """The same by plain autograd."""
+    """Run each microbatch by plain autograd."""
     outputs = []
     for number in numbers:
         batch = microbatch(number)
@@ -84,12 +84,12 @@ def run_plain(of: GPTModel, numbers: Sequence[int]) -> list[Tensor]:
 
 
 def gradients(of: GPTModel) -> dict[str, Tensor | None]:
-    """By name of the parameter."""
+    """Return the gradients by the name of the parameter."""
     return {name: parameter.grad for name, parameter in of.named_parameters()}
 
 
 def differing(ours: GPTModel, theirs: GPTModel) -> list[str]:
-    """Names of the parameters whose gradients are not equal, bit for bit."""
+    """Return the names of parameters whose gradients are not equal bit for bit."""
     pairs = gradients(theirs)
     return [
         name
@@ -99,5 +99,5 @@ def differing(ours: GPTModel, theirs: GPTModel) -> list[str]:
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether both are tensors of the same bits."""
+    """Return whether both are tensors with the same bits."""
     return one is not None and other is not None and torch.equal(one, other)

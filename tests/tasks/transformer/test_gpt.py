@@ -1,4 +1,4 @@
-"""The example's GPT, of which all tests of schedules are: its parts, its experts, its mask."""
+"""The GPT of the examples, which all tests of schedules use: parts, experts, mask."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SHARED = {"moe_shared_expert_size": 24}
 
 
 def tokens() -> tuple[Tensor, Tensor]:
-    """Ids and labels of two sequences of eight tokens."""
+    """Return ids and labels of two sequences of eight tokens."""
     drawn = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(1))
     return drawn[:, :-1], drawn[:, 1:]
 
 
 def test_chunks_are_the_parts_of_the_whole_bit_for_bit() -> None:
-    """Names, initial values, the loss and all gradients; making a model draws nothing."""
+    """Names, initial values, the loss and all gradients are equal; making a model draws nothing."""
     before = torch.get_rng_state()
     whole = GPTModel(CONFIG)
     assert torch.equal(torch.get_rng_state(), before)
@@ -61,7 +61,7 @@ def test_chunks_are_the_parts_of_the_whole_bit_for_bit() -> None:
 
 
 def test_labels_give_the_loss_of_each_token() -> None:
-    """(batch, sequence); their mean is what ``mean_loss`` of the logits is."""
+    """They are (batch, sequence); their mean equals ``mean_loss`` of the logits."""
     of, (ids, labels) = GPTModel(CONFIG), tokens()
     losses = of(ids, labels=labels)
     assert losses.shape == ids.shape
@@ -70,7 +70,7 @@ def test_labels_give_the_loss_of_each_token() -> None:
 
 
 def test_attention_is_causal_by_default_and_as_the_mask_says() -> None:
-    """A later token changes nothing before it, nor with Megatron's mask; none hidden, it does."""
+    """Neither without a mask nor with Megatron's does a later token change an earlier one."""
     of, (ids, _) = GPTModel(CONFIG), tokens()
     other = ids.clone()
     other[:, -1] = (ids[:, -1] + 1) % 32
@@ -90,7 +90,7 @@ def _hidden(rank: int) -> Tensor:
 
 
 def _one_by_one(layer: MoeTransformerLayer, hidden: Tensor) -> Tensor:
-    """Each token through each of its experts, alone."""
+    """Return the experts' results for each token alone."""
     moe = layer.mlp
     normed = layer.mlp_norm(hidden)
     weights, chosen = torch.softmax(moe.router(normed), dim=-1).topk(2, dim=-1)
@@ -113,7 +113,7 @@ def _on_its_rank() -> Tensor:
 
 @torch.no_grad()
 def test_each_token_is_the_weighted_sum_of_its_experts(two_ranks: Ranks) -> None:
-    """With the shared expert and the residual; on two ranks, each of which has half of them."""
+    """This includes the shared expert and the residual; two ranks have half of them each."""
     (layer,) = model("moe", **SHARED).decoder_layers
     for rank, found in enumerate(two_ranks.run(_on_its_rank)):
         torch.testing.assert_close(found, _one_by_one(layer, _hidden(rank)))

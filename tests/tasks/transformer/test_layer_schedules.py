@@ -1,4 +1,4 @@
-"""Schedules of layers train the numbers of plain autograd, bit for bit, on one rank and on two."""
+"""Schedules of layers give the numbers of plain autograd, bit for bit, on one and two ranks."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "mixed": (("dense", "moe", "moe", "dense"), MOE),
     "early": (("moe", "dense", "moe"), {"ep_overlap_early_attn_memory_release": True, **MOE}),
 }
-"""Those whose steps have parameters of their own."""
+"""Models whose steps have their own parameters."""
 
 SHARING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "mtp": (("moe",), {"mtp_num_layers": 1, "mtp_layer_type": "moe", **MOE}),
     "tied, two mtp": (("moe",), {"mtp_num_layers": 2, "tie_embeddings": True}),
 }
-"""Those of which several steps use the embedding or the output layer."""
+"""Models of which several steps use the embedding or the output layer."""
 
 ON_TWO_RANKS = (("mixed", True), ("tied, two mtp", False))
 
@@ -57,7 +57,7 @@ def _group() -> dist.ProcessGroup | None:
 
 
 def _compared(name: str, delayed: bool) -> dict[str, list[str]]:
-    """Per way to run, what differs from plain autograd (or, shared, from the nodes run alone)."""
+    """Return the differences from plain autograd, or from separate nodes, of each way to run."""
     types, more = {**MODELS, **SHARING}[name]
     more = {**more, "group": _group(), "delay_wgrad_compute": delayed}
     plain, alone, paired, trained = (model(*types, **more) for _ in range(4))
@@ -94,10 +94,10 @@ def _check(name: str, found: dict[str, list[str]]) -> None:
 @pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
 @pytest.mark.parametrize("name", [*MODELS, *SHARING])
 def test_the_numbers_are_those_of_plain_autograd(name: str, delayed: bool) -> None:
-    """Outputs and gradients are equal to the bit.
+    """Outputs and gradients are equal bit for bit.
 
-    A parameter that several steps use is added to in another order: its gradient equals that of
-    the same nodes run one after the other, and is close to plain autograd's.
+    A parameter that several steps use gets its gradients in a different order: they equal those of
+    the same nodes run serially, and are close to plain autograd's.
     """
     _check(name, _compared(name, delayed))
 
@@ -137,7 +137,7 @@ DEPTHS = [(1, 2), (3, 1), (0, 2), (2, 0)]
 
 
 def _of_depths(depths: tuple[int, int]) -> list[list[str]]:
-    """What differs from plain autograd, for the chunk run forward first and for the other."""
+    """Return the differences from plain autograd of chunks with different depths."""
     of = config(*("moe", "dense", "moe")[: max(sum(depths), 1)], **MOE)
     total = of.num_layers
 
@@ -168,7 +168,7 @@ def test_chunks_of_unequal_depths(two_ranks: Ranks) -> None:
 
 
 def test_a_chunk_between_others_passes_hidden_states_and_gradients_on() -> None:
-    """Hooks get the stage, and where values are sent on, what is sent."""
+    """Hooks get the stage and, where values are sent on, these values."""
     chunk = GPTModel(config("dense", "moe"), pre_process=False, post_process=False, vp_stage=3)
     hidden = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
     expected = chunk(hidden)
@@ -194,7 +194,7 @@ def test_a_chunk_between_others_passes_hidden_states_and_gradients_on() -> None:
 
 @pytest.mark.parametrize("last", [False, True])
 def test_one_layer_over_another(last: bool) -> None:
-    """``run`` of layers gives output and gradient; the last layer keeps attention's for later."""
+    """``run`` of layers returns output and gradient; the last layer delays attention's."""
     plain, ours = (
         model("moe", **MOE, delay_wgrad_compute=True).decoder_layers[0] for _ in range(2)
     )
@@ -221,7 +221,7 @@ def test_one_layer_over_another(last: bool) -> None:
 
 
 def test_packed_sequences_attend_within_themselves() -> None:
-    """As with the mask that says so."""
+    """The result is as with a mask for it."""
     of = model("dense")
     number = torch.tensor([0] * 3 + [1] * 5)
     mask = (number[:, None] != number[None]) | torch.ones(8, 8, dtype=torch.bool).triu(1)
@@ -232,7 +232,7 @@ def test_packed_sequences_attend_within_themselves() -> None:
 
 
 class SequenceFirst(MoeTransformerLayer):
-    """Whose hidden states are (sequence, batch, hidden), as Megatron's."""
+    """A model whose hidden states are (sequence, batch, hidden), as Megatron's."""
 
     def attend(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         out: Tensor = super().attend(hidden.transpose(0, 1), mask)
@@ -240,7 +240,7 @@ class SequenceFirst(MoeTransformerLayer):
 
 
 def test_hidden_states_have_the_layout_of_the_models_layers() -> None:
-    """A chunk of layers of Megatron's layout is given it alone, and returns it."""
+    """A chunk of layers of Megatron's layout gets and returns only this layout."""
     chunks = [GPTModel(config("moe"), pre_process=False, post_process=False) for _ in "op"]
     for layer in chunks[0].decoder_layers:
         layer.__class__ = SequenceFirst
@@ -270,7 +270,7 @@ PADDING = torch.arange(8).expand(2, -1) >= 6
     [
         # Experts add nothing to tokens that are none.
         ({"padding_mask": PADDING}, {"padding_mask": PADDING}, 1.0),
-        # It is told the hidden states, the context and what else a loss may need.
+        # It gets the hidden states, the context and what else a loss may need.
         ({"output_processor": _scaled, "output_processor_context": 3.0}, {}, 3.0),
     ],
     ids=["padding mask", "output processor"],
@@ -278,7 +278,7 @@ PADDING = torch.arange(8).expand(2, -1) >= 6
 def test_a_plan_takes_what_the_models_forward_does(
     given: dict[str, Any], to_model: dict[str, Any], scale: float
 ) -> None:
-    """And gives its numbers; a loss outside the schedule gives ``b_grad``."""
+    """It gives the same numbers; a loss outside the schedule gives ``b_grad``."""
     ours, plain = (model("moe", "dense", **MOE) for _ in "op")
     plan = plan_of(ours, 0, **given)
     output = run(plan, None)
@@ -293,7 +293,7 @@ def test_a_plan_takes_what_the_models_forward_does(
 
 
 def test_layers_are_taken_out_from_the_last_one() -> None:
-    """A plan is of the abstract class; each layer has its config, and lets go of its state."""
+    """A plan is of the abstract class; each layer has its config, and frees its state."""
     plan = plan_of(model("dense", "moe"), 0)
     assert isinstance(plan, AbstractSchedulePlan)
     kinds = [plan.pop_layer().kind for _ in range(plan.num_layers())]
@@ -307,12 +307,12 @@ def test_layers_are_taken_out_from_the_last_one() -> None:
 
 
 class Recomputed(TransformerLayer):
-    """Whose attention is computed again in backward."""
+    """A layer whose attention is recomputed in the backward."""
 
     reentrant = False
 
     def attend(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Of (batch, sequence, hidden)."""
+        """Run attention on (batch, sequence, hidden)."""
         attend = super().attend
         out: Tensor = checkpoint(lambda x: attend(x, mask), hidden, use_reentrant=self.reentrant)
         return out
@@ -320,7 +320,7 @@ class Recomputed(TransformerLayer):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_weight_gradients_of_what_is_recomputed_come_later(reentrant: bool) -> None:
-    """Delayed or not, with a checkpoint or without: the same bits; also the next microbatch's."""
+    """Delayed or not, with a checkpoint or without, the bits are equal."""
     grads = []
     for kind in (TransformerLayer, Recomputed):
         for delayed in (False, True):
@@ -339,7 +339,7 @@ def test_weight_gradients_of_what_is_recomputed_come_later(reentrant: bool) -> N
 
 
 def test_without_gradients_a_forward_holds_nothing() -> None:
-    """The same output, and nothing to run backward from."""
+    """The output is the same, and nothing is kept for a backward."""
     of = model("moe", mtp_num_layers=1)
     with torch.no_grad():
         output = run(plan_of(of, 0), None)
@@ -353,7 +353,7 @@ def test_without_gradients_a_forward_holds_nothing() -> None:
 
 
 def _plan(**more: Any) -> TransformerModelChunkSchedulePlan:
-    """Of one layer."""
+    """Return the plan of one layer."""
     return plan_of(model("dense"), 0, **more)
 
 
@@ -421,23 +421,23 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
         "give labels with each microbatch",
     ),
 ]
-"""A call, its error, and what it says."""
+"""A call, its error, and the message."""
 
 
 def test_wrong_input_is_refused_in_words() -> None:
-    """With what is wrong, the rule, and what to do."""
+    """The error says what is wrong, the rule, and what to do."""
     for wrong, kind, told in WRONG:
         with pytest.raises(kind, match=told):
             wrong()
 
 
 def _other_layers() -> list[str]:
-    """What is refused; and what differs where each rank has a group of its own."""
+    """Return the errors, and the differences if each rank has a group of its own."""
     types = ("moe", "dense") if dist.get_rank() else ("moe", "moe")
     # What one rank has run before tells it nothing about the others.
     run(plan_of(model(*types), 0), None)
     of = model(*types, group=dist.group.WORLD)
-    with pytest.raises(RuntimeError, match="run layers of different kinds"):
+    with pytest.raises(RuntimeError, match="run different layers, or in different orders"):
         run(plan_of(of, 0), None)
     with pytest.raises(RuntimeError, match=r"task .f1.mo.*rank 1"):
         training_pipeline(of)
@@ -450,5 +450,5 @@ def _other_layers() -> list[str]:
 
 
 def test_ranks_of_one_group_that_run_other_layers_are_refused(two_ranks: Ranks) -> None:
-    """Before the first exchange, which would have no end; those of other groups may run them."""
+    """The error comes before the first exchange, which would hang; other groups are free."""
     assert two_ranks.run(_other_layers) == [[], []]

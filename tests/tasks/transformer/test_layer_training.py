@@ -22,7 +22,7 @@ SHARING: dict[str, Any] = {"mtp_num_layers": 1, "tie_embeddings": True, **DELAYE
 
 
 def test_the_plan_keeps_what_the_tasks_declare() -> None:
-    """Whatever the layers share; without its dependences it is refused."""
+    """This holds for any sharing between layers; without its dependences it is refused."""
     for more in ({}, DELAYED, SHARING):
         of = model("moe", "dense", **more)
         verify(training_plan(of), training_tasks(of), pull_ahead=True)
@@ -32,7 +32,7 @@ def test_the_plan_keeps_what_the_tasks_declare() -> None:
 
 
 def test_a_recorded_run_has_the_order_of_the_seed_on_both_streams() -> None:
-    """In a period in the middle: which tasks ran, by the stream that the plan gives them."""
+    """In a middle period, tasks ran on the plan's streams in this order."""
     of = model("moe", "moe", **DELAYED)
     plan = training_plan(of)
     with training_pipeline(of) as pipeline, pipeline.trace() as trace:
@@ -56,7 +56,7 @@ def test_a_recorded_run_has_the_order_of_the_seed_on_both_streams() -> None:
 
 @pytest.mark.parametrize("more", [DELAYED, SHARING], ids=["delayed", "sharing"])
 def test_a_planned_order_trains_the_same_numbers(more: dict[str, Any]) -> None:
-    """``auto_plan``'s, which is at most as slow; both are faster than one task after another."""
+    """``auto_plan``'s is at most as slow; both are faster than one task after another."""
     ours, theirs = model("moe", "moe", **more), model("moe", "moe", **more)
     plan, kinds = training_plan(ours), layer_kinds(ours)
     costs = {}
@@ -76,7 +76,7 @@ def test_a_planned_order_trains_the_same_numbers(more: dict[str, Any]) -> None:
 
 
 def test_an_optimizer_steps_between_runs_of_the_pipeline() -> None:
-    """Three steps of two microbatches: parameters equal those of a plain loop."""
+    """After three steps of two microbatches, parameters equal those of a plain loop."""
     ours, plain = model("moe", **DELAYED), model("moe", **DELAYED)
     optimizers = [torch.optim.Adam(of.parameters()) for of in (ours, plain)]
 

@@ -1,4 +1,4 @@
-"""Nodes: detached inputs, gradients in and out, and nothing held afterwards."""
+"""Nodes: detached inputs, gradients in and out, and no memory held afterwards."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ run = TransformerModelChunkSchedulePlan.run
 
 
 def doubling() -> ScheduleNode:
-    """A node that doubles."""
+    """Return a node that doubles."""
     return ScheduleNode(lambda x: x * 2, None, None, name="double")
 
 
 def test_a_node_has_a_graph_of_its_own() -> None:
-    """Forward returns the outputs; backward the gradients of inputs, None where none is needed."""
+    """Forward returns the outputs; backward the gradients of inputs, or None."""
     weight = nn.Parameter(torch.tensor([3.0]))
     node = ScheduleNode(lambda x, y, n: (x * y * weight, y + n), None, None)
     before = torch.tensor([2.0], requires_grad=True) * 1
@@ -54,7 +54,7 @@ def test_a_node_has_a_graph_of_its_own() -> None:
 
 
 def test_a_noop_hands_on_what_it_is_given() -> None:
-    """Values forward, gradients backward; it delays nothing."""
+    """It passes values forward and gradients backward; it delays nothing."""
     noop = NoopScheduleNode()
     value = torch.ones(1)
     assert noop.forward(value) is noop.backward(value) is value
@@ -62,7 +62,7 @@ def test_a_noop_hands_on_what_it_is_given() -> None:
 
 
 def test_a_node_is_run_forward_and_then_backward() -> None:
-    """Anything else is refused, with the node's name; and a gradient for each output."""
+    """Any other order is refused, with the node's name; each output needs a gradient."""
     one = torch.ones(1, requires_grad=True)
     for calls, told in [
         (["backward"], "'double' has no forward to run backward"),
@@ -81,7 +81,7 @@ def test_a_node_is_run_forward_and_then_backward() -> None:
 
 
 class Device:
-    """A device, and a stream or an event of it, that writes down what is asked of it."""
+    """A device that is its own stream and event, and records the calls."""
 
     device = torch.device("cpu")
     has_streams = True
@@ -108,7 +108,7 @@ class Device:
 
 
 def test_a_node_runs_on_its_stream_between_wait_and_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream may be a function; what it is given, made on another one, is held there."""
+    """A stream may be a function; inputs from another stream are held for it."""
     device = Device()
     monkeypatch.setattr("swpipe.tasks.transformer.schedule_node.resolve", lambda _: device)
 
@@ -130,7 +130,7 @@ def test_a_node_runs_on_its_stream_between_wait_and_record(monkeypatch: pytest.M
 
 
 def test_rows_and_gradients_of_other_streams_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows that an exchange sends, and the gradients of what was detached for other nodes."""
+    """They are rows that an exchange sends, and gradients of detached tensors for other nodes."""
     device = Device()
     monkeypatch.setattr("swpipe.tasks.transformer.schedule_node.resolve", lambda _: device)
     held = device.told
@@ -156,7 +156,7 @@ def test_rows_and_gradients_of_other_streams_are_held(monkeypatch: pytest.Monkey
 
 
 def test_what_a_layer_merges_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows' weights, the shared expert's part and the residual, of attention's stream."""
+    """These are the rows' weights, the shared expert's part and the residual."""
     of = model("moe", moe_shared_expert_size=24)
     merged: list[Any] = []
     held: list[int] = []
@@ -206,7 +206,7 @@ def _layer_node(linear: nn.Module) -> Any:
 
 
 def test_weight_gradients_wait_for_backward_dw() -> None:
-    """Backward gives the input's gradient alone; hooks are called; all bits are autograd's."""
+    """Backward returns only the input's gradient; hooks are called; all bits are autograd's."""
     linear = Linear(3, 2)
     called: list[str] = []
     linear.weight.register_post_accumulate_grad_hook(lambda _: called.append("weight"))
@@ -226,7 +226,7 @@ def test_weight_gradients_wait_for_backward_dw() -> None:
 
 
 def test_a_map_that_is_also_recomputed_gets_all_of_its_gradient() -> None:
-    """What a checkpoint computes once more in backward, nobody would compute later."""
+    """Nobody would later compute what a checkpoint recomputes in backward."""
     linear = Linear(3, 3)
 
     def forward(node: TransformerLayerNode, x: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def test_a_map_that_is_also_recomputed_gets_all_of_its_gradient() -> None:
 
 
 def test_frozen_and_changed_weights() -> None:
-    """A frozen one gets no delayed gradient, others do; one that was changed is refused."""
+    """A frozen one gets no delayed gradient, others do; a changed one is refused."""
     linear = Linear(3, 2)
     linear.weight.requires_grad_(False)
     node = _layer_node(linear)
@@ -291,7 +291,7 @@ def test_nothing_outlives_release_state() -> None:
 
 
 def test_who_holds_nodes_or_a_plan_holds_nothing_after_a_release() -> None:
-    """Neither inputs, nor what was detached, nor delayed gradients; ``run`` releases as well."""
+    """Inputs, detached tensors and delayed gradients are freed; ``run`` releases as well."""
     plan = plan_of(model("moe", **MODEL), 0)
     nodes = [node for layer in plan.layers for node in layer.nodes]
     run(plan, None)

@@ -21,7 +21,7 @@ CPU_SIDE, GPU_SIDE, NO_SIDE = (
 
 
 def pipeline(**options: Any) -> HSTUPipeline[Any, Any]:
-    """Make a pipeline for a model without sharded modules."""
+    """Return a pipeline for a model without sharded modules."""
     model, optimizer = made("plain")
     return HSTUPipeline(model, optimizer, CPU, prefetch=True, **options)
 
@@ -49,7 +49,7 @@ def test_a_configuration_is_the_same_as_a_mapping_as_json_in_a_file_and_in_the_e
 
 
 def test_a_configuration_sets_lookaheads_waits_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six batches in flight; names of recsys-examples are those of the tasks here."""
+    """Six batches are in flight; names of recsys-examples are those of the tasks here."""
     monkeypatch.setenv("HSTU_PIPELINE_CONFIG", json.dumps(GATED))
     with pipeline() as pipe:
         tasks = tasks_of(pipe)
@@ -66,7 +66,7 @@ def test_a_configuration_sets_lookaheads_waits_and_threads(monkeypatch: pytest.M
 
 
 def test_a_task_that_is_not_there_may_be_configured() -> None:
-    """As a map of threads may name it."""
+    """A map of threads may name it as well."""
     model, optimizer = made("plain")
     with HSTUPipeline(model, optimizer, CPU, schedule_config={"lookahead": CASCADE}) as pipe:
         assert "prefetch_embeddings" not in tasks_of(pipe)
@@ -89,13 +89,13 @@ def test_a_task_that_is_not_there_may_be_configured() -> None:
     ],
 )
 def test_a_wrong_configuration_is_refused(config: Any, error: type[Exception], text: str) -> None:
-    """With the key, the task and what to give."""
+    """The error has the key, the task and what to give."""
     with pytest.raises(error, match=text):
         pipeline(schedule_config=config)
 
 
 def test_a_wrong_configuration_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the variable; and threads are given in one place."""
+    """The error names the variable; threads are given in one place only."""
     monkeypatch.setenv("HSTU_PIPELINE_CONFIG", '{"version": 2}')
     with pytest.raises(ValueError, match="the environment variable HSTU_PIPELINE_CONFIG is of"):
         pipeline()

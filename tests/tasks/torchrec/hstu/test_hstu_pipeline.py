@@ -1,4 +1,4 @@
-"""HSTU's pipeline and its factory; its numbers are those of a synchronous loop, bit for bit."""
+"""HSTU's pipeline and its factory have the numbers of a synchronous loop, bit for bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_progress_returns_loss_tokens_and_output() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_factory_makes_a_pipeline_by_name(name: str) -> None:
-    """With or without the prefetch; its own registry, not that of the eleven tasks' pipelines."""
+    """A pipeline has a prefetch or none; its registry is not the eleven tasks' pipelines'."""
     assert HSTUPipelineFactory.list() == NAMES
     assert not {*NAMES} & {*PipelineFactory.list()}
     model, optimizer = made("plain")
@@ -57,7 +57,7 @@ def test_the_factory_makes_a_pipeline_by_name(name: str) -> None:
 
 
 def test_after_shutdown_nothing_runs() -> None:
-    """Twice is as good as once. Until then a watchdog is called for each batch."""
+    """A second call does nothing. Before it, a watchdog is called for each batch."""
     called: list[int] = []
     pipe = _pipeline(watchdog=lambda: called.append(1), thread_map=HSTU_DEFAULT_THREAD_MAP)
     to_the_end(pipe, batches(3))
@@ -69,7 +69,7 @@ def test_after_shutdown_nothing_runs() -> None:
 
 
 def test_what_is_wrong_is_refused_when_the_pipeline_is_made() -> None:
-    """A depth, a shuffler, a task's name, and an option that there is not."""
+    """Examples are a depth, a shuffler, a task's name, and an unknown option."""
     with pytest.raises(ValueError, match="prefetch_depth is 0"):
         _pipeline(prefetch_depth=0)
     with pytest.raises(TypeError, match="batch_shuffler is a int"):
@@ -91,11 +91,11 @@ CASES = (
     Case("by_stream", False, 2, True, wrapper="plain"),
     Case(None, True, 1, True, config=json.dumps(GATED)),
 )
-"""Each preset; one model has no sharded modules, and is within DDP; six batches in flight."""
+"""Each preset; a model without sharded modules, within DDP; and six batches in flight."""
 
 
 def _differences(cases: tuple[Case, ...], steps: int) -> dict[Case, list[str]]:
-    """For each case that differs from the synchronous loop, where it does."""
+    """Return the differences of each case from the synchronous loop, if any."""
     wanted: dict[Any, Any] = {}
     found = {}
     for case in cases:
@@ -108,15 +108,15 @@ def _differences(cases: tuple[Case, ...], steps: int) -> dict[Case, list[str]]:
 
 
 def test_each_preset_trains_the_loops_numbers(two_ranks: Ranks) -> None:
-    """(loss, tokens, output) and parameters, however late each task is on each rank.
+    """(loss, tokens, output) and parameters are equal, with delays of any task on any rank.
 
-    Other combinations of options are proved by what the tasks declare: test_hstu_schedule.
+    Other combinations of options are proved by the tasks' declarations: test_hstu_schedule.
     """
     assert two_ranks.run(_differences, CASES, 6, deadline_s=200) == [{}, {}]
 
 
 def _one_rank_exchanges_late() -> list[str]:
-    """A thread for each task; on rank 0 the exchange of ids begins long after all else."""
+    """Return the differences with a thread per task, and a late exchange of ids on rank 0."""
     rank = dist.get_rank()
     outcome = by_pipeline(
         Case("per_task"), 6, lambda name: 0.1 * (name == "start_input_dist" and rank == 0)
@@ -125,10 +125,10 @@ def _one_rank_exchanges_late() -> list[str]:
 
 
 def test_a_forwards_exchange_keeps_its_place_among_the_collectives(two_ranks: Ranks) -> None:
-    """Also where each task has a thread, and on one rank another exchange could come after it."""
+    """Each task may have a thread, and on one rank another exchange could come after it."""
     assert two_ranks.run(_one_rank_exchanges_late) == [[], []]
 
 
 def test_no_process_group_is_needed_for_a_plain_model() -> None:
-    """In this process."""
+    """The model trains in this process."""
     assert _differences((Case(wrapper="plain"),), 6) == {}

@@ -1,4 +1,4 @@
-"""When HSTU's tasks run, on which threads, and that a prefetch comes after the forward."""
+"""The periods and threads of HSTU's tasks; a prefetch comes after the forward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALWAYS = (
     "start_input_dist", "global_tokens_allreduce", "wait_input_dist", "compute_output_dist",
     "dense_forward", "backward", "finalize_model_grads",
 )  # fmt: skip
-"""What communicates, in order."""
+"""The tasks that communicate, in order."""
 
 # ------------------------------------------------------------------------------- declarations
 
@@ -41,7 +41,7 @@ def _schedule(prefetch: bool = True, depth: int = 1, shuffled: bool = False) -> 
 
 @pytest.mark.parametrize(("prefetch", "depth"), [(False, 1), (True, 1), (True, 3)])
 def test_the_lookaheads_follow_the_depth(prefetch: bool, depth: int) -> None:
-    """Copy and shuffles at K + 1, exchange of ids at K, prefetch at 1, all others at 0."""
+    """Copy and shuffles have K + 1, the exchange of ids K, prefetch 1, all others 0."""
     schedule = _schedule(prefetch, depth)
     found = {task.name: task.lookahead for task in schedule.all_tasks()}
     wanted = dict.fromkeys(TASKS, 0) | dict.fromkeys(TASKS[:3], depth + 1)
@@ -54,20 +54,20 @@ def test_the_lookaheads_follow_the_depth(prefetch: bool, depth: int) -> None:
 
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_who_takes_turns_among_the_collectives(shuffled: bool) -> None:
-    """Seven always, both shuffles with a shuffler that exchanges rows."""
+    """Seven always do, both shuffles if a shuffler exchanges rows."""
     found = {task.name for task in _schedule(shuffled=shuffled).all_tasks() if task.nccl}
     assert found == {*ALWAYS, *(("start_shuffle", "finish_shuffle") if shuffled else ())}
 
 
 def test_tokens_are_counted_while_the_sizes_of_the_next_batch_are_exchanged() -> None:
-    """Under every preset: all take turns in this order, in which nobody waits for the sizes."""
+    """Under every preset all take turns in this order, in which nothing waits for the sizes."""
     for preset in (*HSTU_THREAD_MAPS, "per_task"):
         schedule = hstu_plan(_schedule(), preset).schedule
         assert tuple(name for name in schedule if schedule[name].globally_ordered) == ALWAYS
 
 
 def test_the_presets_are_those_of_the_seed() -> None:
-    """Five, by name, and one of recsys-examples; what is not ahead is on the caller's thread."""
+    """There are five, by name, and one of recsys-examples; tasks not ahead are the caller's."""
     threads = {name: hstu_plan(_schedule(), name).thread_groups for name in HSTU_THREAD_MAPS}
     assert threads == {
         "default": ("default", "io"),
@@ -89,7 +89,7 @@ def test_the_presets_are_those_of_the_seed() -> None:
 
 
 def test_other_maps_of_threads() -> None:
-    """A dict may name a task that is left out; what else there is, every schedule has."""
+    """A dict may name a task that is left out; all other tasks exist in every schedule."""
     plain = _schedule(prefetch=False)
     own = {**dict.fromkeys(TASKS, "default"), PREFETCH: "cache", "h2d": "copies"}
     assert hstu_plan(plain, own).thread_groups == ("default", "copies")
@@ -102,7 +102,7 @@ def test_other_maps_of_threads() -> None:
 
 
 def test_wrong_maps_and_depths_are_refused() -> None:
-    """With the value and what to give instead; a declaration alone does not run."""
+    """The error has the value and what to give; a declaration alone does not run."""
     with pytest.raises(ScheduleValidationError, match="thread_map names task 'fwd'"):
         hstu_plan(_schedule(), {"fwd": "io"})
     with pytest.raises(ValueError, match="thread_map is 'fast': give one of default, by_stream"):
@@ -120,7 +120,7 @@ def test_wrong_maps_and_depths_are_refused() -> None:
 
 
 def _unproved(tasks: tuple[PipelineTask, ...], plan: PipelinePlan) -> list[str]:
-    """The kinds of devices on which a plan is not right by the tasks' declarations alone."""
+    """Return the kinds of devices on which a plan is not proved by declarations alone."""
     return [
         f"with streams={streams}"
         for streams in (False, True)
@@ -156,11 +156,11 @@ def _all_plans() -> list[str]:
 
 
 def test_every_plan_is_proved_by_what_the_tasks_declare(one_rank: Ranks) -> None:
-    """With and without streams, at every depth, under every preset, and with six in flight."""
+    """This is with and without streams, at every depth, with every preset, with six in flight."""
     assert one_rank.run(_all_plans) == [[]]
 
 
 def test_a_prefetch_runs_between_forward_and_backward() -> None:
-    """It waits for the one, and the other for it, whatever their batches are."""
+    """It waits for one, and the other waits for it, for any batches."""
     pairs = {(PREFETCH, "dense_forward"), ("backward", PREFETCH)}
     assert pairs <= {*hstu_plan(_schedule(), None).same_period_deps}

@@ -1,4 +1,4 @@
-"""HSTU in small: a model, batches, the synchronous loop, and pipelines whose tasks are late."""
+"""HSTU in small: a model, batches, the synchronous loop, and pipelines with late tasks."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ GATED = {
 
 
 class Case(NamedTuple):
-    """One way to train.
+    """A way to train.
 
     Attributes:
         preset: The thread map's name.
-        prefetch: With the task of that name.
+        prefetch: Whether there is a task of that name.
         depth: The prefetch depth.
         balanced: The shuffler balances; otherwise there is none.
         wrapper: "ddp" or "megatron"; "plain" is not sharded, within DDP where there are ranks.
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 
 def batches(count: int, seed: int = 0) -> Iterator[Any]:
-    """This rank's batches; some histories are empty, and on one rank a whole batch."""
+    """Yield this rank's batches; some histories are empty, and on one rank a whole batch."""
     draws = random.Random(1000 * seed + _rank())
     for step in range(count):
         histories = [_history(draws) for _ in range(BATCH)]
@@ -88,7 +88,7 @@ def _rank() -> int:
 
 
 def made(wrapper: str = "ddp") -> tuple[nn.Module, Any]:
-    """A model, the same on all ranks at first, and the optimizer of its dense parameters."""
+    """Return a model with the same weights on all ranks, and its dense optimizer."""
     plain = hstu_model.HSTURanking(SMALL, seed=3)
     if wrapper == "plain":
         alone = not dist.is_initialized()
@@ -110,10 +110,10 @@ def shard_tables(
 
     Args:
         whole: The model, whose parameters are the same on all ranks.
-        path: Where its collection of tables is, which a fused Adagrad updates in backward.
-        sharder: For that collection.
-        device: Of the ranks.
-        learning_rate: Of the tables.
+        path: The path of its tables, which a fused Adagrad updates in backward.
+        sharder: The sharder of these tables.
+        device: The device of the ranks.
+        learning_rate: The learning rate of the tables.
     """
     tables = whole.get_submodule(path)
     initial = {name: value.detach().clone() for name, value in tables.named_parameters()}
@@ -144,7 +144,7 @@ def shard_tables(
 
 
 def by_hand(steps: int, balanced: bool = False, wrapper: str = "ddp") -> Outcome:
-    """The synchronous loop: nothing overlaps, and the model's own forward runs."""
+    """Train in the synchronous loop: nothing overlaps, and the model's own forward runs."""
     model, optimizer = made(wrapper)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     shuffler = (
@@ -171,9 +171,9 @@ def by_hand(steps: int, balanced: bool = False, wrapper: str = "ddp") -> Outcome
 
 
 def by_pipeline(case: Case, steps: int, late: Late | None = None) -> Outcome:
-    """What the pipeline makes of it, each task up to 1 ms late, other than on other ranks.
+    """Train by the pipeline, with tasks that are up to 1 ms late, differently on each rank.
 
-    ``late`` is for other delays.
+    ``late`` gives other delays.
     """
     draws = random.Random(_rank())
     model, optimizer = made(case.wrapper)
@@ -193,5 +193,5 @@ def by_pipeline(case: Case, steps: int, late: Late | None = None) -> Outcome:
 
 
 def flat(found: list[Any]) -> list[Tensor]:
-    """Loss, tokens, logits and labels of each step."""
+    """Return the loss, tokens, logits and labels of each step."""
     return [part for loss, tokens, output in found for part in (loss, tokens, *output)]

@@ -1,4 +1,4 @@
-"""The pipelines of recsys-examples: results, numbers and arguments are those of its own."""
+"""The pipelines of recsys-examples have the results, numbers and arguments of their originals."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _broken_down() -> list[Any]:
 
 
 def test_a_breakdown_is_printed_on_rank_0(two_ranks: Ranks) -> None:
-    """``pipeline_breakdown`` of its trainer: one result for each batch."""
+    """``pipeline_breakdown`` of its trainer has one result for each batch."""
     assert two_ranks.run(_broken_down) == [[1, True], [1, False]]
 
 
@@ -76,7 +76,7 @@ def _seen_inside() -> list[Any]:
 
 
 def test_the_serial_pipeline_has_the_parts_that_its_document_names(one_rank: Ranks) -> None:
-    """The context of the last batch, the pipeline made anew, the model rewritten once."""
+    """These are the context of the last batch, a new pipeline, and one rewrite of the model."""
     assert one_rank.run(_seen_inside) == [[None, 1, 0, True, False, 3, True]]
 
 
@@ -94,18 +94,18 @@ def _differences() -> dict[str, list[str]]:
 
 
 def test_every_pipeline_trains_and_reports_as_recsys_examples_does(two_ranks: Ranks) -> None:
-    """(loss, tokens, output), or (reporting_loss, output), and parameters, bit for bit."""
+    """(loss, tokens, output) or (reporting_loss, output), and parameters, are equal bit for bit."""
     assert two_ranks.run(_differences) == [{}, {}]
 
 
 def _slices(source: Iterator[Any], count: int) -> Iterator[Iterator[Any]]:
-    """A loader's iterator in parts, as its trainer cuts it for evaluations in between."""
+    """Yield parts of a loader's iterator, between which a trainer evaluates."""
     for first in source:
         yield chain((first,), islice(source, count - 1))
 
 
 def _trained_and_evaluated(name: str, returns: str) -> list[Tensor]:
-    """As its trainer: a part of the data, an evaluation, the next part."""
+    """Train on a part of the data, evaluate, and train on the next part."""
     found: list[Tensor] = []
     with closing(created(name, returns=returns)) as pipeline:
         for part in _slices(sequences(5), 3):
@@ -132,7 +132,7 @@ def test_training_with_evaluations_in_between(two_ranks: Ranks, returns: str) ->
 
 
 def _own_evaluation(name: str) -> int:
-    """Batches that a trainer evaluates by itself, as that of semantic ids does."""
+    """Return how many batches a trainer evaluates itself, as that of semantic ids does."""
     data = sequences(3)
     count = 0
     with closing(created(name, batch_shuffler=_Rotate())) as pipeline:
@@ -147,12 +147,12 @@ def _own_evaluation(name: str) -> int:
 
 @pytest.mark.parametrize("name", ["jagged_none", "jagged_prefetch_sparse_dist"])
 def test_a_trainer_may_take_batches_by_itself(two_ranks: Ranks, name: str) -> None:
-    """Copied and shuffled; None ends the data. ``jagged_none`` never changes the model."""
+    """They are copied and shuffled; None ends the data. ``jagged_none`` never changes the model."""
     assert two_ranks.run(_own_evaluation, name) == [3, 3]
 
 
 def _left() -> list[int]:
-    """How many of four batches are left, by name."""
+    """Return how many of four batches are left, by name."""
     found = []
     for name in ("jagged_sparse_dist", "jagged_prefetch_sparse_dist", "jagged_sw_serial"):
         with closing(created(name, execute_all_batches=False)) as pipeline:
@@ -161,12 +161,12 @@ def _left() -> list[int]:
 
 
 def test_execute_all_batches_false_leaves_as_many_as_there(two_ranks: Ranks) -> None:
-    """One, or two with a prefetch: these its pipelines have pulled when the data ends."""
+    """One is left, or two with a prefetch: its pipelines have pulled them when the data ends."""
     assert two_ranks.run(_left) == [[1, 2, 0]] * 2
 
 
 class _Rotate:
-    """A shuffler with the method of recsys-examples': each rank gets the rows of the next."""
+    """A shuffler with recsys-examples' method, which gives each rank the next one's rows."""
 
     def shuffle(self, batch: Any, pg_group: Any = None) -> Any:
         assert pg_group is dist.group.WORLD
@@ -176,7 +176,7 @@ class _Rotate:
 
 
 def _rotated() -> dict[str, list[str]]:
-    """Where pipelines with the shuffler differ from one that gets the shuffled batches."""
+    """Return the differences between pipelines with the shuffler, and one with shuffled batches."""
     found = {}
     shuffled = [_Rotate().shuffle(batch, dist.group.WORLD) for batch in sequences(5)]
     plain = ran("jagged_none", iter(shuffled))
@@ -193,7 +193,7 @@ def test_a_shuffler_of_recsys_examples_deals_the_rows(two_ranks: Ranks) -> None:
 
 
 def _not_a_number(returns: str, asked: bool = False, there: str = "0") -> str:
-    """What a loss that is NaN on rank 1 leads to."""
+    """Return the error for a loss that is NaN on rank 1."""
     data = list(sequences(3))
     if dist.get_rank() == 1:
         data[1].dense[:, 1:].fill_(float("nan"))
@@ -204,7 +204,7 @@ def _not_a_number(returns: str, asked: bool = False, there: str = "0") -> str:
 
 
 def test_a_loss_that_is_nan_is_an_error_on_all_ranks(two_ranks: Ranks) -> None:
-    """Where recsys-examples checks it, or who makes the pipeline asks for it."""
+    """recsys-examples checks it, or the caller asks for it."""
     raised = ["AssertionError: losses of batch 1 are NaN (on ranks 1)"] * 2
     assert two_ranks.run(_not_a_number, "tokens", False, "1") == raised
     assert two_ranks.run(_not_a_number, "tokens", True) == raised
@@ -213,7 +213,7 @@ def test_a_loss_that_is_nan_is_an_error_on_all_ranks(two_ranks: Ranks) -> None:
 
 
 def _refused() -> list[tuple[str, ...]]:
-    """What is said, and what it has to have in it."""
+    """Return error messages, and the words that they must have."""
 
     def said(**options: Any) -> str:
         return refusal(lambda: created("jagged_sparse_dist", **options))
@@ -233,13 +233,13 @@ def _refused() -> list[tuple[str, ...]]:
 
 
 def test_what_is_wrong_is_refused_by_name(one_rank: Ranks) -> None:
-    """With what to give instead; an averaged loss would be divided by the tokens once more."""
+    """The error says what to give; an averaged loss would be divided by the tokens once more."""
     for said, *parts in one_rank.run(_refused)[0]:
         assert all(part in said for part in parts), said
 
 
 class _Mean(SequenceModel):
-    """Averages its losses, as the models of other libraries do."""
+    """A model that averages its losses, as those of other libraries do."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Any]:
         losses, output = super().forward(batch)
@@ -255,7 +255,7 @@ def _averaged(returns: str) -> str:
 
 
 class _Counted(Sequences):
-    """Has counted its tokens before."""
+    """A batch whose tokens were counted before."""
 
     tokens: Tensor
 
@@ -267,7 +267,7 @@ class _Counted(Sequences):
 
 
 def _counts() -> list[bool]:
-    """Whether a batch keeps the number that it has counted."""
+    """Return whether a batch keeps the number that it has counted."""
     (batch,) = sequences(1)
     counted = _Counted(**vars(batch))
     counted.tokens = batch.num_loss_tokens()
@@ -282,7 +282,7 @@ def test_a_batch_may_be_trained_on_twice(two_ranks: Ranks) -> None:
 
 
 def _state(tensor_parallel: int) -> Any:
-    """Megatron's module of groups, of which each rank is alone in its data-parallel one."""
+    """Return Megatron's module of groups, with one rank per data-parallel group."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return SimpleNamespace(
         model_parallel_is_initialized=lambda: True,
@@ -292,7 +292,7 @@ def _state(tensor_parallel: int) -> Any:
 
 
 def _own_report() -> list[bool]:
-    """Whether the report is that of the rank alone, step by step."""
+    """Return for each step whether the report is that of the rank alone."""
     with mock.patch.dict(sys.modules, {"megatron.core.parallel_state": _state(1)}):
         pipeline = created("jagged_sparse_dist", returns="reporting_loss")
     with closing(pipeline):
@@ -304,7 +304,7 @@ def _own_report() -> list[bool]:
 
 
 def test_reports_are_those_of_megatrons_data_parallel_ranks(two_ranks: Ranks) -> None:
-    """Where the script has initialised its groups."""
+    """The script has initialised its groups."""
     assert two_ranks.run(_own_report) == [[True] * 3] * 2
 
 
@@ -315,7 +315,7 @@ def _tensor_parallel(megatron: bool, finalized: bool) -> str:
 
 
 def test_tensor_parallelism_needs_megatrons_own_finalize(two_ranks: Ranks) -> None:
-    """finish_grad_sync alone would leave some gradients unreduced, without a word."""
+    """finish_grad_sync alone would silently leave some gradients unreduced."""
     said, _ = two_ranks.run(_tensor_parallel, True, False)
     assert said.startswith("ValueError: Megatron splits layers over ranks here")
     assert "finalize=lambda model: finalize_model_grads([model.module], None)" in said
@@ -325,7 +325,7 @@ def test_tensor_parallelism_needs_megatrons_own_finalize(two_ranks: Ranks) -> No
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_arguments_by_position_are_those_of_recsys_examples(pipeline: Any) -> None:
-    """With their defaults; what is ours is by keyword."""
+    """They have the same defaults; swpipe's own arguments are by keyword."""
     given = inspect.signature(pipeline).parameters.values()
     positional = {p.name: p.default for p in given if p.kind is p.POSITIONAL_OR_KEYWORD}
     several = {"execute_all_batches": True, "apply_jit": False, "pipeline_postproc": True}
@@ -338,7 +338,7 @@ def test_arguments_by_position_are_those_of_recsys_examples(pipeline: Any) -> No
 
 
 def _as_the_serial_one() -> bool:
-    """``SWSerialTrainPipeline(model, optimizer, device, shuffler)``, with its two results."""
+    """Return whether ``SWSerialTrainPipeline`` with a shuffler gives both of its results."""
     model, optimizer = made()
     pipeline = ours.SWSerialTrainPipeline(model, optimizer, CPU, _Rotate())
     with closing(pipeline):
@@ -348,7 +348,7 @@ def _as_the_serial_one() -> bool:
 
 
 def test_the_serial_pipeline_takes_a_shuffler_and_reports_two(two_ranks: Ranks) -> None:
-    """The shuffler was taken for another argument, without a word."""
+    """The shuffler was once silently taken for another argument."""
     assert two_ranks.run(_as_the_serial_one) == [True, True]
 
 
@@ -360,7 +360,7 @@ OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 
 
 class _Mine:
-    """A pipeline of the user's, which keeps its arguments."""
+    """A pipeline of a user's own that keeps its arguments."""
 
     def __init__(self, **given: Any) -> None:
         self.given = given
@@ -368,7 +368,7 @@ class _Mine:
 
 @pytest.fixture
 def registry() -> Iterator[type[TrainPipelineFactory]]:
-    """The factory; what a test registers is removed after it."""
+    """The factory, from which a test's registrations are removed afterwards."""
     before = TrainPipelineFactory.list_available()
     yield TrainPipelineFactory
     TrainPipelineFactory.clear_registry()
@@ -389,7 +389,7 @@ def test_the_names_are_those_of_recsys_examples(registry: type[TrainPipelineFact
 
 
 def test_a_pipeline_is_created_by_name(registry: type[TrainPipelineFactory]) -> None:
-    """Arguments are handed on, by position, by keyword, or from a configuration that stays."""
+    """Arguments are passed on by position, by keyword, or from an unchanged configuration."""
     registry.register("mine", _Mine)
     first, config = (MODEL, OPTIMIZER, CPU), {"type": "mine", "depth": 2}
     wanted = {"model": MODEL, "optimizer": OPTIMIZER, "device": CPU, "depth": 2}
@@ -402,7 +402,7 @@ def test_a_pipeline_is_created_by_name(registry: type[TrainPipelineFactory]) -> 
 def test_wrong_names_are_refused_with_those_that_exist(
     registry: type[TrainPipelineFactory],
 ) -> None:
-    """A KeyError as in recsys-examples, and a ValueError for a name that is taken."""
+    """The error is a KeyError as in recsys-examples, or a ValueError for a name that is taken."""
     for call in (
         lambda: registry.create("none", MODEL, OPTIMIZER, CPU),
         lambda: registry.unregister("none"),

@@ -1,4 +1,4 @@
-"""A model and batches like those of recsys-examples, and a training of them written by hand."""
+"""A model and batches like those of recsys-examples, and a plain training loop for them."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ EXACT = (
     "jagged_prefetch_sparse_dist",
     "jagged_split_sparse_dist",
 )
-"""Pipelines whose numbers are those of a plain loop."""
+"""Pipelines with the numbers of a plain loop."""
 
 
 @dataclass
 class Sequences(Batch):
-    """As there, the labels are jagged too, and the batch counts its tokens."""
+    """A batch with jagged labels that counts its tokens, as in recsys-examples."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Sequences:
         return Sequences(**vars(Batch.to(self, device, non_blocking)))
 
     def num_loss_tokens(self) -> Tensor:
-        """Rows with a loss; ranks have different numbers."""
+        """Return the number of rows with a loss; it differs between ranks."""
         return has_loss(self).sum().float()
 
 
 def has_loss(batch: Batch) -> Tensor:
-    """Which rows have a loss."""
+    """Return which rows have a loss."""
     return batch.dense[:, 0] > 0.4
 
 
 def sequences(count: int, seed: int = 0) -> Iterator[Sequences]:
-    """This rank's part of so many batches."""
+    """Yield this rank's part of ``count`` batches."""
     for batch in batches(count, seed=seed):
         ones = torch.ones(len(batch.labels), dtype=torch.int64)
         labels = KeyedJaggedTensor.from_lengths_sync(["label"], batch.labels, ones)
@@ -64,7 +64,7 @@ def sequences(count: int, seed: int = 0) -> Iterator[Sequences]:
 
 
 class SequenceModel(Model):
-    """One loss per token; control flow that torch.fx cannot trace."""
+    """A model with one loss per token, and control flow that torch.fx cannot trace."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Any]:
         parts = [self.bottom(batch.dense)]
@@ -79,7 +79,7 @@ class SequenceModel(Model):
 
 
 def made(megatron: bool = False) -> tuple[Any, Any]:
-    """A sharded model, within torch's DDP or Megatron's wrappers, and its dense optimizer."""
+    """Return a sharded model in torch's DDP or Megatron's wrappers, and its dense optimizer."""
     plain = plain_model(Job())
     plain.__class__ = SequenceModel
     if megatron:
@@ -89,24 +89,24 @@ def made(megatron: bool = False) -> tuple[Any, Any]:
 
 
 def created(name: str, megatron: bool = False, **options: Any) -> Any:
-    """A pipeline by name on a newly made model."""
+    """Return a pipeline by name on a new model."""
     model, optimizer = made(megatron)
     return TrainPipelineFactory.create(name, model, optimizer, CPU, **options)
 
 
 def ran(name: str, data: Iterator[Any], **options: Any) -> list[Tensor]:
-    """Loss, tokens and logits of each step of a pipeline by name."""
+    """Return loss, tokens and logits of each step of a pipeline by name."""
     with closing(created(name, **options)) as pipeline:
         return flat(to_the_end(pipeline, data))
 
 
 def flat(reported: list[Any]) -> list[Tensor]:
-    """Loss, tokens and logits of each step; a step's output is (logits, labels)."""
+    """Return loss, tokens and logits of each step; a step's output is (logits, labels)."""
     return [part for *report, (logits, _) in reported for part in (*report, logits)]
 
 
 def trained(name: str, steps: int, megatron: bool = False, **options: Any) -> Outcome:
-    """What one of the pipelines makes of so many batches."""
+    """Train one of the pipelines on ``count`` batches."""
     with closing(created(name, megatron, **options)) as pipeline:
         outputs = flat(to_the_end(pipeline, sequences(steps)))
         return Outcome(outputs, everything(pipeline._model))
@@ -114,7 +114,7 @@ def trained(name: str, steps: int, megatron: bool = False, **options: Any) -> Ou
 
 @cache
 def by_hand(steps: int, megatron: bool, returns: str) -> Outcome:
-    """The loop of recsys-examples, of this version or of the one before."""
+    """Train in the loop of recsys-examples, of this version or of the previous one."""
     model, optimizer = made(megatron)
     wrapper = model._dmp_wrapped_module
     ranks = dist.get_world_size()
