@@ -149,8 +149,9 @@ def undeclared_effects(
 ) -> Effects:
     """Return the effects of undeclared code, by the one rule for what declarations leave open.
 
-    They are all states that ``beside`` names, except those that are declared not to be touched by other code. The context
-    is left out, since each iteration has its own. What pure tasks use is apart by declaration.
+    They are all states that ``beside`` names, except those that are declared not to be touched by
+    other code. The context is left out, since each iteration has its own. What pure tasks use is
+    apart by declaration.
 
     Args:
         beside: The effects of all other code.
