@@ -161,7 +161,7 @@ peer-tests: $(if $(TORCH),$(OTHER),$(VENV))/.test ## run TorchRec's own pipeline
 	  echo "name a checkout of TorchRec: make peer-tests TORCHREC_TESTS=path" >&2; exit 1; }
 	@$(if $(TORCH),$(OTHER),$(VENV))/bin/python -m tests.peer $(TORCHREC_TESTS) $(ARGS)
 
-bench: $(VENV)/.bench ## measure the engine's costs beside other engines', in one run
+bench: $(VENV)/.bench ## measure the costs of the engine and of others in one run
 	@$(BIN)/python -m bench $(ARGS)
 
 lint: $(VENV)/.lint ## ruff and mypy --strict

@@ -64,7 +64,7 @@ GRAPHS: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n_stage is 0"),
     ({"m": 1.5}, "n_micro is 1.5"),
     ({"f_cost": 0}, "f_cost is 0"),
-    ({"w_cost": (1, 1)}, r"w_cost is \(1, 1\): one number"),
+    ({"w_cost": (1, 1)}, r"w_cost is \(1, 1\): give one number above 0"),
     ({"c_cost": -1}, "c_cost is -1"),
     ({"f_mem": 0}, "f_mem is 0"),
     ({"w_mem": 0}, r"f_mem \+ b_mem \+ w_mem is 131072"),

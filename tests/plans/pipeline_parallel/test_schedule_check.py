@@ -98,7 +98,7 @@ def test_memory_may_differ_by_stage_and_be_computed_once_more() -> None:
     for wrong, told in (
         ({"b_mem": (0, 31, -10, 40)}, r"f_mem \+ b_mem \+ w_mem is 1: give a sum of at most 0"),
         ({"b_mem": (-1, -1)}, "have different lengths"),
-        ({"work_mem": -1}, "work_mem is -1: 0 or a number above"),
+        ({"work_mem": -1}, "work_mem is -1: give 0 or a number above 0"),
     ):
         with pytest.raises(ScheduleError, match=told):
             replace(costs, **wrong)  # type: ignore[arg-type]
