@@ -7,6 +7,7 @@ loop, or ``swpipe.overlap`` with all that the script's author can say.
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import re
 import threading
@@ -492,7 +493,7 @@ class Closing:
 
 @pytest.mark.parametrize("pull_ahead", [True, False])
 def test_the_finally_of_a_generator_runs_when_the_loop_is_left(pull_ahead: bool) -> None:
-    """As when a plain loop is left; that of a generator that was given, when the loop is closed.
+    """As when a plain loop is left; that of a generator that was given, when the loop is gone.
 
     Where the loop is left while a batch is pulled ahead, it runs at the end of that pull.
     """
@@ -510,6 +511,8 @@ def test_the_finally_of_a_generator_runs_when_the_loop_is_left(pull_ahead: bool)
             break
         assert not given.over.acquire(blocking=False)
         assert next(iter(loop)).batch == 1
+    del loop
+    gc.collect()  # a pass refers to itself
     assert given.over.acquire(timeout=PATIENCE_S)
 
 
