@@ -154,7 +154,9 @@ class AheadTasks:
         values = attributes(ctx)
         iteration.names = [*values]
         returned = Contents([*values.values()])
-        iteration.given = [Buffer.of(part) for r in iteration.batch if (part := r()) is not None]
+        iteration.given = [
+            Buffer.of(part) for ref in iteration.batch if (part := ref()) is not None
+        ]
         # The body may have moved on since the first of these tasks began: what either time shows
         # in use is checked.
         for earlier in (*iteration.in_use, *self._used_now()):
