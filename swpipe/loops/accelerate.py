@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from swpipe.accelerate_check import is_prepared
+from swpipe.core.loaders import LoaderAround
 from swpipe.core.task import DeclaredIO, PipelineTask
 
 STATE = "<Accelerate's GradientState>"
@@ -33,7 +34,11 @@ class PulledBatch(NamedTuple):
     remainder: int
 
 
-class AccelerateLoader:
+def _unpack(ctx: Any) -> None:
+    ctx.batch, *ctx.pulled_flags = ctx.batch
+
+
+class AccelerateLoader(LoaderAround):
     """A prepared loader whose flags go with its batches.
 
     ``swpipe.overlap`` wraps a prepared loader in one. For a plan of your own, pass it to
@@ -51,6 +56,9 @@ class AccelerateLoader:
         ValueError: The loader sends batches from one process to all others.
     """
 
+    unpack = PipelineTask("unpack batch", _unpack, pure=True)
+    """The task that takes the batch and its flags apart."""
+
     def __init__(self, loader: Any) -> None:
         # Accelerate is looked up in sys.modules: nobody can have a prepared loader without it.
         dispatcher = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderDispatcher", ())
@@ -66,6 +74,7 @@ class AccelerateLoader:
                 f"{type(loader).__name__}, which SWPipeline takes as it is"
             )
         self.in_loop = False
+        self.loader = loader
         self.prepared = loader
         self._gradient_state = loader.gradient_state
         self._shown = _ShownLoader(loader)
@@ -112,11 +121,6 @@ class AccelerateLoader:
         )
 
     @property
-    def unpack(self) -> PipelineTask:
-        """The task that takes the batch and its flags apart."""
-        return PipelineTask("unpack batch", _unpack, pure=True)
-
-    @property
     def show(self) -> PipelineTask:
         """The task that shows the flags to Accelerate."""
         return PipelineTask("show end_of_dataloader", self._show)
@@ -158,7 +162,3 @@ class _Apart:
 
     def _remove_dataloader(self, loader: Any) -> None:
         """Do nothing: tasks of earlier batches may still ask."""
-
-
-def _unpack(ctx: Any) -> None:
-    ctx.batch, *ctx.pulled_flags = ctx.batch

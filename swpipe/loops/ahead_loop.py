@@ -33,9 +33,6 @@ from swpipe.loops.overlapping import OverlappedLoop, is_elsewhere, loop_over
 
 Batch = TypeVar("Batch")
 
-# The private attribute that Accelerator.prepare() (seen in 1.15) asks a loader for first.
-_ASKED_BY_PREPARE = "_is_accelerate_prepared"
-
 
 class AheadLoop(OverlappedLoop[IterContext], Generic[Batch]):
     """An iterable of batches; each iteration makes one pass over the loader.
@@ -53,15 +50,16 @@ class AheadLoop(OverlappedLoop[IterContext], Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Begin a pass, as a ``for`` does, and return the iterator over its batches."""
-        return _batches(super().__iter__())
+        return batches_of(super().__iter__())
 
     def __getattr__(self, name: str) -> Any:
         loader = self.__dict__.get("_given")
         # Until ahead() has set _given, and in copy and pickle, there is no loader to ask.
         if loader is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        # Accelerate's prepare() would take this loop for a DataLoader and rebuild it silently.
-        if name == _ASKED_BY_PREPARE and not hasattr(loader, name):
+        # Accelerate's prepare() would take this loop for a DataLoader and rebuild it silently. It
+        # asks for this private attribute first (seen in 1.15).
+        if name == "_is_accelerate_prepared" and not hasattr(loader, name):
             raise TypeError(
                 "Accelerator.prepare() was given what ahead() returned, and would make a plain "
                 "loader of it: give it the loader, and what it returns to ahead()"
@@ -86,7 +84,8 @@ class AheadDataLoader(AheadLoop[Batch], DataLoader[Batch]):  # type: ignore[misc
     """
 
 
-def _batches(contexts: Iterator[IterContext]) -> Iterator[Any]:
+def batches_of(contexts: Iterator[IterContext]) -> Iterator[Any]:
+    """Yield the batch of each context."""
     # A map, since a generator's local variable would keep a batch that the body has dropped.
     yield from map(attrgetter("batch"), contexts)
 

@@ -17,6 +17,7 @@ is not safe on several threads, leaves other results.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from swpipe.core.messages import listed
 from swpipe.core.task import PipelineTask
 from swpipe.device import BatchCopy
 from swpipe.errors import PlanError, Problem, add_note
-from swpipe.loops.batch_memory import Contents
+from swpipe.loops.batch_memory import Buffer, Contents, are_written, parts_of
 
 HAND_OVER = PipelineTask("hand over", lambda ctx: None, reads=())
 """The task on the caller's thread, if all tasks of the loop run ahead."""
@@ -49,20 +50,22 @@ class _Iteration:
     """An iteration that tasks ahead work on, or have left for the body, until the body has ended.
 
     Attributes:
-        given: The contents of the batch as its first task found it; None if a shortcut replays
-            that task.
+        batch: The tensors and arrays of the batch as its first task found it; none if a shortcut
+            replays that task.
         in_use: The iterations that were in use when this one began.
         copied: The context before its first task, to run the tasks on again; None if they are not.
         failure: What a task has raised, for the first task behind.
+        given: These tensors and arrays, with their contents after the last task.
         names: The names of the attributes that the tasks have left.
         returned: The contents of these attributes; None until the last task has run.
         states: The states of the tasks' own generators after the iteration, by the generator's id.
     """
 
-    given: Contents | None = None
+    batch: Sequence[weakref.ref[Any]] = ()
     in_use: Sequence[_Iteration] = ()
     copied: Any = None
     failure: BaseException | None = None
+    given: Sequence[Buffer] = ()
     names: Sequence[str] = ()
     returned: Contents | None = None
     states: dict[int, Tensor] = field(default_factory=dict)
@@ -101,8 +104,8 @@ class AheadTasks:
         self._ahead = tuple(tasks[:ahead])
         self.tasks = tuple(tasks)
         if pulled_ahead:
-            behind = self._behind(tasks[ahead])
-            self.tasks = (*map(self._before, self._ahead), behind, *tasks[ahead + 1 :])
+            leading = map(self._before, self._ahead)
+            self.tasks = (*leading, self._behind(tasks[ahead]), *tasks[ahead + 1 :])
 
     def begin(self, check: Callable[[Any, int], None], first: int) -> None:
         """Begin a pass.
@@ -127,7 +130,7 @@ class AheadTasks:
             try:
                 if first:
                     self._check(ctx.batch, number)
-                    iteration.given = Contents(ctx.batch)
+                    iteration.batch = [*map(weakref.ref, parts_of(ctx.batch)[0])]
                     iteration.in_use = self._used_now()
                     if self._twice is not None and number in self._twice:
                         iteration.copied = _copied(ctx)
@@ -141,8 +144,8 @@ class AheadTasks:
                 iteration.failure = error
             for key, (_, generator) in self.drawn.copy().items():
                 iteration.states[key] = generator.get_state()
-            if last and iteration.given is not None:
-                self._note_left(ctx, iteration, iteration.given)
+            if last:
+                self._note_left(ctx, iteration)
 
         def draws_from(generator: torch.Generator, number: int) -> None:
             """Note a generator of the task's own, seen in an iteration that has just run."""
@@ -154,7 +157,7 @@ class AheadTasks:
             run.draws_from = draws_from  # type: ignore[attr-defined]
         return replace(task, fn=run)
 
-    def _note_left(self, ctx: Any, iteration: _Iteration, given: Contents) -> None:
+    def _note_left(self, ctx: Any, iteration: _Iteration) -> None:
         """Note the values that the tasks ahead have left of an iteration, and check their memory.
 
         If they are in memory of an iteration that is in use, the iteration fails.
@@ -162,13 +165,15 @@ class AheadTasks:
         values = attributes(ctx)
         iteration.names = [*values]
         returned = Contents([*values.values()])
-        given.renew()
+        iteration.given = [
+            Buffer.of(part) for ref in iteration.batch if (part := ref()) is not None
+        ]
         # The body may have moved on since the first of these tasks began: what either time shows
         # in use is checked.
         for earlier in (*iteration.in_use, *self._used_now()):
             if earlier.returned is not None and earlier.returned.is_used_again_by(returned):
-                again = earlier.given is None or not earlier.given.written()
-                error = self._used_again(ctx) if again else self._modified(ctx)
+                modified = are_written(earlier.given)
+                error = self._modified(ctx) if modified else self._used_again(ctx)
                 iteration.failure = iteration.failure or error
         iteration.in_use = ()
         iteration.returned = returned
@@ -212,11 +217,10 @@ class AheadTasks:
             raise iteration.failure
         self._body = ctx.iter_idx
         self._after = iteration.states
-        given = iteration.given
         returned = iteration.returned
-        if given is None or returned is None:
+        if returned is None:
             return
-        if given.written():
+        if are_written(iteration.given):
             raise self._modified(ctx)
         # With an attribute deleted, since no later task uses it, the containers cannot be compared.
         values = attributes(ctx)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, product
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -74,9 +74,8 @@ def _layout(buffer: Any) -> tuple[int, int, Sequence[int]]:
     if isinstance(buffer, Tensor):
         if buffer.layout is not torch.strided or not buffer.is_cpu:
             return 0, 0, ()
-        if buffer.is_contiguous():
-            return buffer.data_ptr(), buffer.nbytes, ()
-        steps = [step * buffer.itemsize for step in buffer.stride()]
+        size = buffer.itemsize
+        steps = () if buffer.is_contiguous() else [step * size for step in buffer.stride()]
         return buffer.data_ptr(), buffer.nbytes, steps
     if buffer.dtype.hasobject:
         return 0, 0, ()
@@ -183,6 +182,11 @@ class Buffer(NamedTuple):
         return None if buffer is None or self.is_as(buffer) else buffer
 
 
+def are_written(buffers: Iterable[Buffer]) -> bool:
+    """Return whether one of the tensors and arrays was written since, and still exists."""
+    return any(buffer.written() is not None for buffer in buffers)
+
+
 class Contents:
     """The contents of a batch, or of other values, at some time.
 
@@ -217,7 +221,7 @@ class Contents:
         """
         pairs = product(self._buffers, later._buffers)
         again = [old for old, new in pairs if new.begin < old.end and old.begin < new.end]
-        return any(earlier.written() is not None for earlier in again)
+        return are_written(again)
 
     def are_those_of(self, batch: Any) -> bool:
         """Return whether the batch has the same structure, numbers and contents of buffers."""
@@ -226,15 +230,9 @@ class Contents:
             return False
         return all(map(Buffer.is_as, self._buffers, buffers))
 
-    def renew(self) -> None:
-        """Compare with the current contents from now on."""
-        buffers = [known.reference() for known in self._buffers]
-        self._buffers = [Buffer.of(buffer) for buffer in buffers if buffer is not None]
-
     def written(self) -> list[Any]:
         """Return the tensors and arrays that were written since, and still exist."""
-        written = [known.written() for known in self._buffers]
-        return [buffer for buffer in written if buffer is not None]
+        return [part for known in self._buffers if (part := known.written()) is not None]
 
     def changed(self) -> list[Any]:
         """Return the buffers that were written, and the containers that hold other values now."""

@@ -73,12 +73,6 @@ _LATER = [4**power for power in range(2, 20)]
 has declared that the loader draws nothing. Each costs two loads that are not hidden: only a
 declaration is worth it."""
 
-_BOTH_DRAW = (
-    "the loader and the loop, a task or its body, both draw from {names}, and the loader has drawn "
-    "ahead of the loop: the iteration of batch {batch} of the pass is the first that may differ "
-    "from a plain loop's. {mend}"
-)
-
 _MEND = (
     "If the loader draws from none of torch's, numpy's and Python's default generators, say "
     "draws=False; else let a worker make its batches (DataLoader(num_workers=1)), or give it a "
@@ -88,14 +82,6 @@ _MEND = (
 _OWN_MEND = "Give the loader, or the task or body, a generator that the other has not"
 
 _ALONE_MEND = "draws=True says that the loader alone draws: leave it out, and the two take turns"
-
-_IN_TURN = (
-    "the loop, a task or its body, draws from {names}, and the loader ({kind}) may, too: its "
-    "batches are made in turn with the body, as in a plain loop, and nothing is gained. If it "
-    "draws from none of torch's, numpy's and Python's default generators, say\n    {call}\n{else_}"
-)
-
-_WORKER = "else let a worker make its batches, by DataLoader(num_workers=1), or give it"
 
 _warned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The loaders whose serial pulls a warning has reported, by id."""
@@ -139,7 +125,6 @@ class LoaderDraws:
         self._either: dict[str, int] = {}
         self._refused = ""  # an error for the caller's next request
         self._ahead = False  # some pull of this pass ran beside a body
-        self._handed_out = 0  # the batches handed out when the last pull began
         self._watch = GeneratorWatch(generators)
         # The number of first pulls of this pass that are serial; the second and later are watched.
         self._alone = 0
@@ -170,11 +155,15 @@ class LoaderDraws:
             return ""
         with suppress(TypeError):  # a class with slots: the next loop warns again
             _warned[id(loader)] = loader
-        torchs = isinstance(loader, DataLoader)
-        else_ = f"{_WORKER if torchs else 'else give it'} a generator of its own and say the same"
-        kind = type(loader).__name__
-        names = names_in_words(self._body)
-        return _IN_TURN.format(names=names, kind=kind, call=call, else_=else_)
+        worker = "let a worker make its batches, by DataLoader(num_workers=1), or "
+        return (
+            f"the loop, a task or its body, draws from {names_in_words(self._body)}, and the "
+            f"loader ({type(loader).__name__}) may, too: its batches are made in turn with the "
+            "body, as in a plain loop, and nothing is gained. If it draws from none of torch's, "
+            f"numpy's and Python's default generators, say\n    {call}\nelse "
+            f"{worker if isinstance(loader, DataLoader) else ''}give it a generator of its own and "
+            "say the same"
+        )
 
     @property
     def who_draws(self) -> str:
@@ -208,6 +197,8 @@ class LoaderDraws:
         # During a pull, the comparison at its end sees the same changes, as undecided ones.
         if not pulling:
             self._note_body(self._changes(), handed_out, ahead=ahead)
+        if self._either:
+            self._refuse_either(self._body & self.names)
         # Raised here, on the caller's thread, also where the pulling thread has found the conflict.
         if self._refused:
             refused = self._refused
@@ -226,7 +217,6 @@ class LoaderDraws:
         """
         if alone and number > 1:
             self._note_body(self._changes(), handed_out, ahead=False)
-        self._handed_out = handed_out
         self._ahead |= not alone
         reads_all = alone and number <= _ALONE and not self._known
         return self._generators.read(None if reads_all else self.names | self._generators.own)
@@ -244,8 +234,17 @@ class LoaderDraws:
         with self.tensors, self._watch:
             yield
 
-    def after_pull(self, number: int, before: States, *, alone: bool, batch: object = None) -> None:
+    def after_pull(
+        self, number: int, before: States, handed_out: int, *, alone: bool, batch: object = None
+    ) -> None:
         """Note which generators a pull has drawn from, given the states before the pull.
+
+        Args:
+            number: The number of the pull in the pass, from 1.
+            before: The states before the pull.
+            handed_out: The number of batches that the caller had received when the pull began.
+            alone: Whether nothing ran beside the pull.
+            batch: Its batch.
 
         Raises:
             RuntimeError: The loader has drawn, and ``draws=False``.
@@ -259,8 +258,10 @@ class LoaderDraws:
         if number == 1:
             return
         if not alone:
-            if drawn and self._declared is None:
-                self._note_either(drawn - self._generators.own)
+            if self._declared is None:
+                for name in drawn - self._generators.own:
+                    self._either.setdefault(name, handed_out)
+                    self.in_turn = True
             return
         drawn |= changed(before, self.after)
         where = ""
@@ -269,7 +270,16 @@ class LoaderDraws:
             if self._watch.use is not None:
                 drawn |= self._watch.use.names
                 where = f", in {self._watch.use.where}"
-        self._note_loader(drawn, number, where)
+        others = drawn - self._generators.own
+        if others and self._declared is False:
+            raise RuntimeError(
+                "draws=False says that the loader draws from no default generator, and pull "
+                f"{number} of the pass has drawn from {names_in_words(others)}{where}, or seeded "
+                "it and set it back. Leave draws= out, or give the loader a generator of its own"
+            )
+        self.names |= drawn
+        if others and self._declared is None:
+            self.in_turn = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a saved state has of this."""
@@ -333,26 +343,6 @@ class LoaderDraws:
         # In a plain loop, a later pull that may have drawn would come after this body.
         if ahead:
             self._refuse_either(names)
-        self._refuse_either(self._body & self.names)
-
-    def _note_loader(self, names: frozenset[str], number: int, where: str) -> None:
-        others = names - self._generators.own
-        if others and self._declared is False:
-            raise RuntimeError(
-                "draws=False says that the loader draws from no default generator, and pull "
-                f"{number} of the pass has drawn from {names_in_words(others)}{where}, or seeded "
-                "it and set it back. Leave draws= out, or give the loader a generator of its own"
-            )
-        self.names |= names
-        if others and self._declared is None:
-            self.in_turn = True
-        self._refuse_either(self._body & self.names)
-
-    def _note_either(self, names: frozenset[str]) -> None:
-        for name in names:
-            self._either.setdefault(name, self._handed_out)
-            self.in_turn = True
-        self._refuse_either(self._body & self.names)
 
     def _refuse_either(self, names: Set[str]) -> None:
         """Refuse generators that either side may have drawn from, once both sides have."""
@@ -361,6 +351,10 @@ class LoaderDraws:
             self._refuse(either, min(self._either[name] for name in either), _MEND)
 
     def _refuse(self, names: Iterable[str], handed_out: int, mend: str) -> None:
-        words = names_in_words(names)
-        self._refused = _BOTH_DRAW.format(names=words, batch=max(1, handed_out), mend=mend)
+        self._refused = (
+            f"the loader and the loop, a task or its body, both draw from {names_in_words(names)}, "
+            "and the loader has drawn ahead of the loop: the iteration of batch "
+            f"{max(1, handed_out)} of the pass is the first that may differ from a plain loop's. "
+            f"{mend}"
+        )
         self._either.clear()

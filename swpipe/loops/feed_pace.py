@@ -51,7 +51,7 @@ class FeedPace:
         self.batch = batch
         self.staleness = staleness
         self._completed = completed and replay is None
-        self.replay = replay
+        self._replay = replay
         self._asked = 0
         self.requests = 0
         self._end = None if replay is None else len(replay)
@@ -60,15 +60,25 @@ class FeedPace:
 
     def needed(self) -> int:
         """Return the number of requests to pull in all before the next version is published."""
-        if self.replay is None:
+        if self._replay is None:
             return (self.version + self.staleness + 2) * self.batch
-        numbers = [each.number for each in self.replay if each.version <= self.version + 1]
+        numbers = [each.number for each in self._replay if each.version <= self.version + 1]
         return 1 + max(numbers, default=-1)
 
     def publish(self, requests: int) -> None:
-        """Begin the next version, for which ``requests`` requests have been pulled in all."""
+        """Begin the next version, for which ``requests`` requests have been pulled in all.
+
+        Raises:
+            ValueError: A replay needs more requests.
+        """
+        needed = self.needed()
         # Fewer requests than needed mean that the source of requests has ended.
-        if requests < self.needed():
+        if requests < needed:
+            if self._replay is not None:
+                raise ValueError(
+                    f"replay has sample {needed - 1}, of {requests} requests: give the requests of "
+                    "the run that was recorded"
+                )
             self._end = requests
         self.version += 1
         self.requests = requests
@@ -103,11 +113,11 @@ class FeedPace:
     def take(self, arrived: Collection[int]) -> Arrival | None:
         """Return the sample to hand out next, or None if it has not arrived yet.
 
+        Not to be called when all samples are ``done``.
+
         Args:
             arrived: The samples that have arrived and were not handed out, in this order.
         """
-        if self.done:
-            return None
         if self._completed:
             number = next(filter(self._leaves_time, arrived), -1)
         else:
@@ -118,8 +128,8 @@ class FeedPace:
         return self.arrivals[-1]
 
     def _planned(self, position: int) -> Arrival:
-        if self.replay is not None:
-            return self.replay[position]
+        if self._replay is not None:
+            return self._replay[position]
         if self._completed:
             return Arrival(position, self.version)
         return Arrival(position, max(0, position // self.batch - self.staleness))

@@ -23,7 +23,7 @@ import pickle
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -83,8 +83,10 @@ class FeedWorker:
             try:
                 return pickle.dumps((True, value))
             except Exception as error:
-                text = f"a sample of type {type(value).__name__} cannot be sent: {error}"
-                raise TypeError(f"{text}; return what can be pickled") from error
+                raise TypeError(
+                    f"a sample of type {type(value).__name__} cannot be sent: {error}; return what "
+                    "can be pickled"
+                ) from error
         except Exception as error:  # noqa: BLE001, it is raised in the trainer
             error.add_note(f"In the worker:\n{traceback.format_exc()}")
             return pickle.dumps((False, _sendable(error)))
@@ -112,7 +114,7 @@ class Feed(Iterator[FeedBatch]):
     def __init__(
         self,
         requests: Iterable[Any],
-        workers: Sequence[Callable[[bytes], bytes]],
+        workers: Mapping[str, Callable[[bytes], bytes]],
         policy: Callable[[], Any],
         pace: FeedPace,
         timeout_s: float,
@@ -120,7 +122,6 @@ class Feed(Iterator[FeedBatch]):
         self.arrivals = pace.arrivals
         self.lost: dict[str, str] = {}
         self._source = enumerate(requests)
-        self._workers = workers
         self._policy = policy
         self._pace = pace
         self._timeout_s = timeout_s
@@ -129,16 +130,19 @@ class Feed(Iterator[FeedBatch]):
         # Pickled policies by version, limited to the versions that the staleness still allows.
         self._policies: dict[int, bytes] = {}
         self._asked: dict[str, int] = {}  # worker to the sample that it is making
-        self._error: BaseException | None = None
         self._warned = 0
-        self._closed = False
+        # Why no sample is asked for any more: what a worker has raised, or StopIteration once the
+        # feed is closed. None until then.
+        self._end: BaseException | None = None
         # This lock protects the pace and all dictionaries above. No thread holds it while it waits
         # for a worker.
         self._changed = threading.Condition()
-        self._threads = [
-            threading.Thread(target=self._ask, args=pair, name=f"feed {pair[0]}", daemon=True)
-            for pair in zip(_names(workers), workers, strict=True)
-        ]
+        self._workers = {
+            threading.Thread(
+                target=self._ask, args=(name, worker), name=f"feed {name}", daemon=True
+            ): worker
+            for name, worker in workers.items()
+        }
 
     def __enter__(self) -> Feed:
         return self
@@ -149,9 +153,9 @@ class Feed(Iterator[FeedBatch]):
     def close(self) -> None:
         """Stop the threads and close the workers that have a ``close``; may be called twice."""
         with self._changed:
-            self._closed = True
+            self._end = StopIteration()
             self._changed.notify_all()
-        for worker, thread in zip(self._workers, self._threads, strict=True):
+        for thread, worker in self._workers.items():
             close = getattr(worker, "close", None)
             if close is not None:  # without it nothing interrupts a request, and join() could hang
                 close()
@@ -160,7 +164,7 @@ class Feed(Iterator[FeedBatch]):
 
     def __next__(self) -> FeedBatch:
         try:
-            samples = () if self._closed else self._next_samples()
+            samples = () if isinstance(self._end, StopIteration) else self._next_samples()
             if not samples:
                 raise StopIteration
         except BaseException:
@@ -169,31 +173,25 @@ class Feed(Iterator[FeedBatch]):
         return FeedBatch(self._pace.version, samples)
 
     def _next_samples(self) -> tuple[Sample, ...]:
+        pace = self._pace
         # Pickle before taking the lock: a large policy must not delay answers that arrive.
         published = pickle.dumps(self._policy())
-        needed = self._pace.needed()
         # Only this thread writes to _requests outside the lock, and only for numbers that no worker
         # thread may ask for before publish() below.
-        more = dict(islice(self._source, needed - self._pace.requests))
+        more = dict(islice(self._source, pace.needed() - pace.requests))
         self._requests.update(more)
-        pulled = self._pace.requests + len(more)
-        if self._pace.replay is not None and pulled < needed:
-            raise ValueError(
-                f"replay has sample {needed - 1}, of {pulled} requests: give the requests of the "
-                "run that was recorded"
-            )
         samples: list[Sample] = []
         with self._changed:
-            self._pace.publish(pulled)
-            self._policies[self._pace.version] = published
-            self._policies.pop(self._pace.version - self._pace.staleness - 1, None)
+            pace.publish(pace.requests + len(more))
+            self._policies[pace.version] = published
+            self._policies.pop(pace.version - pace.staleness - 1, None)
             self._changed.notify_all()
             # The threads start with the first batch: a feed that is never iterated needs none.
-            if self._threads[0].ident is None:
-                for thread in self._threads:
+            for thread in self._workers:
+                if thread.ident is None:
                     thread.start()
-            while len(samples) < self._pace.batch and not self._pace.done:
-                arrival = self._pace.take(self._values)
+            while len(samples) < pace.batch and not pace.done:
+                arrival = pace.take(self._values)
                 if arrival is None:
                     self._wait()
                     continue
@@ -205,8 +203,8 @@ class Feed(Iterator[FeedBatch]):
 
     def _wait(self) -> None:
         """Wait until a thread reports a change; raise the error that a worker has raised."""
-        if self._error is not None:
-            raise self._error
+        if self._end is not None:
+            raise self._end
         if len(self.lost) == len(self._workers):
             raise RuntimeError(
                 f"all workers have ended: {self.lost}. No worker is left to make these samples: "
@@ -231,39 +229,35 @@ class Feed(Iterator[FeedBatch]):
         held = None  # the policy version that the worker has
         while (question := self._next_question(name)) is not None:
             arrival, policy, request = question
+            is_lost = False
             try:
                 message = pickle.dumps((None if held == arrival.version else policy, request))
+                made, value = pickle.loads(worker(message))
+                error = None if made else value
+            except BaseException as caught:  # noqa: BLE001, it is raised in the caller's thread
                 # Only errors of the connection mean that the worker is lost. An error of the
-                # worker's function arrives as an answer and is raised below.
-                try:
-                    answer = worker(message)
-                except (ConnectionError, EOFError) as error:
-                    with self._changed:
-                        del self._asked[name]
-                        # close() ends the workers, which then look lost as well.
-                        if not self._closed:
-                            self.lost[name] = f"sample {arrival.number}: {error}"
-                            self._pace.lose(arrival.number)
-                        self._changed.notify_all()
-                    return
-                made, value = pickle.loads(answer)
-                if not made:
-                    raise value
-            except BaseException as error:  # noqa: BLE001, it is raised in the caller's thread
-                error.add_note(f"in {name}, for sample {arrival.number}: {shown(request)}")
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                return
-            held = arrival.version
+                # worker's function arrives as an answer.
+                is_lost = isinstance(caught, ConnectionError | EOFError)
+                error = caught
             with self._changed:
                 del self._asked[name]
-                self._values[arrival.number] = name, value
+                if error is None:
+                    self._values[arrival.number] = name, value
+                # close() ends the workers, which then look lost as well.
+                elif is_lost and self._end is None:
+                    self.lost[name] = f"sample {arrival.number}: {error}"
+                    self._pace.lose(arrival.number)
+                elif self._end is None:
+                    error.add_note(f"in {name}, for sample {arrival.number}: {shown(request)}")
+                    self._end = error
                 self._changed.notify_all()
+            if error is not None:
+                return
+            held = arrival.version
 
     def _next_question(self, name: str) -> tuple[Arrival, bytes, Any] | None:
         with self._changed:
-            while not self._closed:
+            while self._end is None:
                 arrival = self._pace.ask()
                 if arrival is not None:
                     self._asked[name] = arrival.number
@@ -332,14 +326,12 @@ def feed(
         raise TypeError(
             f"workers is {shown(workers)}: give a list, such as worker_processes(work, 4)"
         )
-    if len({*_names(workers)}) < len(workers):
-        raise ValueError(f"two workers have the same name: {', '.join(_names(workers))}")
+    names = [getattr(each, "name", f"worker {i}") for i, each in enumerate(workers)]
+    named = dict(zip(names, workers, strict=True))
+    if len(named) < len(names):
+        raise ValueError(f"two workers have the same name: {', '.join(names)}")
     pace = FeedPace(batch, staleness, order == "completed", recorded)
-    return Feed(requests, workers, policy, pace, timeout_s)
-
-
-def _names(workers: Sequence[Any]) -> list[str]:
-    return [getattr(each, "name", f"worker {i}") for i, each in enumerate(workers)]
+    return Feed(requests, named, policy, pace, timeout_s)
 
 
 def _misfits(replay: Sequence[Arrival], batch: int, staleness: int) -> Iterator[str]:

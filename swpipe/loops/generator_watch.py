@@ -52,15 +52,14 @@ class GeneratorWatch:
     def __init__(self, generators: PassGenerators) -> None:
         self.use: Use | None = None
         self._generators = generators
-        self._left = 0  # how many more events are looked at
-        self._end: Callable[[Any], object] = sys.settrace  # called with None, ends the watch
-        self._before: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         self.use = None
-        self._left = _MOST_EVENTS
+        self._left = _MOST_EVENTS  # how many more events are looked at
         self._names = self._generators.defaults
         self._before = self._generators.read(self._names)
+        # Called with None, it ends the watch.
+        self._end: Callable[[Any], object] = lambda _: None
         # A debugger occupies settrace. Then setprofile serves, which sees calls and not lines.
         if sys.gettrace() is None:
             sys.settrace(self._trace)
@@ -68,8 +67,6 @@ class GeneratorWatch:
         elif sys.getprofile() is None:
             sys.setprofile(self._trace)
             self._end = sys.setprofile
-        else:
-            self._end = lambda _: None
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -87,6 +84,5 @@ class GeneratorWatch:
         names = changed(self._before, self._generators.read(self._names))
         if names:
             code = frame.f_code
-            where = f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})"
-            self.use = Use(names, where)
+            self.use = Use(names, f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})")
         return self._trace

@@ -109,7 +109,7 @@ class HandOver:
         self._names = [task.name for task in behind]
         self._functions = [task.fn for task in behind]
         self._caller = caller.name
-        self._workers = [*workers]
+        self._workers = workers
         self._lag = lag
         self._to_host = to_host
         self._device = device
@@ -134,13 +134,12 @@ class HandOver:
         self, tasks: Sequence[PipelineTask], ahead: Sequence[PipelineTask]
     ) -> tuple[PipelineTask, ...]:
         """Return the tasks, with the hand-over added to all that do not run ahead."""
-        return tuple(
-            task
-            if number < len(ahead)
-            else self._behind(task)
-            if task.name in self._names
-            else self._on_caller(task)
-            for number, task in enumerate(tasks)
+        return (
+            *tasks[: len(ahead)],
+            *(
+                self._behind(task) if task.name in self._names else self._on_caller(task)
+                for task in tasks[len(ahead) :]
+            ),
         )
 
     def _on_caller(self, task: PipelineTask) -> PipelineTask:
@@ -250,24 +249,16 @@ class HandOver:
         self._stopped = False
         self.handed.clear()
 
-    def complete(self, handed: Handed) -> None:
-        """Run the remaining functions on an iteration, on this thread."""
-        while handed.done < len(self._functions) and not handed.lost:
-            if self._is_after_failure(handed.ctx.iter_idx):
-                return
-            self._run(handed)
-
     def take(self, iteration: int) -> None:
-        """Raise the error of an iteration, if it has one, in place of its result.
+        """Take an iteration; raise its error, if it has one, in place of its result.
 
         Raises:
             PlanError: The value that was handed over has been changed since.
             Exception: What a function has raised.
         """
-        handed = self.handed.get(iteration)
+        handed = self.handed.pop(iteration, None)
         failure = self._failures.get(iteration)
         if failure is not None:
-            self.handed.pop(iteration, None)
             raise failure
         # A function behind may have seen the old or the new value, so the result is not defined.
         if handed is not None and handed.value.written():  # (4)
@@ -279,7 +270,6 @@ class HandOver:
                 "Hand over a copy (on_caller(function, to_host=True)), and let functions behind "
                 "make new values",
             )
-            del self.handed[iteration]
             self._failures[iteration] = error
             raise error
 
@@ -289,6 +279,7 @@ class HandOver:
         Raises:
             RuntimeError: A function has not returned.
         """
+        count = len(self._functions)
         try:
             self._stopped = True  # before it reads which threads run (5)
             deadline = time.monotonic() + _LONGEST_S
@@ -298,10 +289,10 @@ class HandOver:
                         f"a function behind the loop has not returned for {_LONGEST_S:.0f} s"
                     )
                 time.sleep(_PAUSE_S)
-            for number in sorted(self.handed):
-                self.complete(self.handed[number])  # (3)
+            for number, handed in sorted(self.handed.items()):
+                while handed.done < count and not (handed.lost or self._is_after_failure(number)):
+                    self._run(handed)  # (3)
         finally:
-            count = len(self._functions)
             missed = sorted(number for number, h in self.handed.items() if h.done < count)
             self.handed = {}
             if missed and self.failure is not None:
@@ -315,7 +306,7 @@ class HandOver:
 
 def _declared(task: PipelineTask, threads: int) -> PipelineTask:
     """Return a task with a private state, or with no state if it has several threads."""
-    own = DeclaredIO(state=f"what {task.name} keeps"[:200], others="", on_host=threads == 1)
+    own = DeclaredIO(state=f"what {task.name} keeps"[:200], others="", on_host=True)
     return task if threads > 1 else replace(task, pure=False, io=(own,))
 
 

@@ -18,7 +18,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -27,12 +26,7 @@ import torch
 from swpipe.accelerate_check import is_prepared
 from swpipe.core.context import C
 from swpipe.core.effects import Effects, undeclared_effects
-from swpipe.core.loaders import (
-    draws_in_mid_pass,
-    draws_nothing,
-    is_apart,
-    why_not_apart,
-)
+from swpipe.core.loaders import draws_in_mid_pass, is_apart, why_not_apart
 from swpipe.core.messages import listed, shown
 from swpipe.core.plan import DEFAULT_GROUP, PULL, PipelinePlan
 from swpipe.core.tables import wrapped
@@ -41,12 +35,11 @@ from swpipe.device import BatchCopy, Device, gives_pinned, on_cpu, resolve
 from swpipe.errors import PlanError, Problem
 from swpipe.loops.accelerate import AccelerateLoader
 from swpipe.loops.ahead_tasks import HAND_OVER, AheadTasks
-from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.loader_data import LoaderData
 from swpipe.loops.loader_pass import LoaderPass
 from swpipe.loops.pass_generators import PassGenerators
 from swpipe.loops.pull_times import PullTimes
-from swpipe.loops.pulled_loader import PulledLoader, torchs
+from swpipe.loops.pulled_loader import PulledLoader
 from swpipe.loops.resumable import ResumableLoop
 from swpipe.pipeline import SWPipeline
 from swpipe.plans.prefetch import copy_before, prefetch_plan
@@ -114,16 +107,12 @@ class OverlappedLoop(ResumableLoop[C]):
     ) -> None:
         self.overlap = overlap
         self._ahead = ahead
-        self._draws = draws
+        self._draws = draws if overlap.loader_ahead else True
         self._keep_nothing = draws is False
         super().__init__(pipe, loader)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} over {type(self._loader).__name__}>\n{self.overlap}"
-
-    def _repr_html_(self) -> str:
-        """Return the tasks that run ahead, and the plan, as HTML for a notebook."""
-        return f"<pre>{escape(repr(self))}</pre>{self.pipe._repr_html_()}"
 
     def _check_tasks(self) -> None:
         if self._ahead.drawn:
@@ -136,24 +125,15 @@ class OverlappedLoop(ResumableLoop[C]):
             )
 
     def _pulled_loader(self, generators: PassGenerators) -> PulledLoader:
+        of = super()._pulled_loader(generators)
         if not self.overlap.loader_ahead:
-            return super()._pulled_loader(generators)
-        inner = torchs(self._loader)
-        # Draws are watched at run time, so a generator of the loader's own is no obstacle here.
-        apart = is_apart(inner, draws_watched=True)
-        draws = LoaderDraws(
-            generators, generators.own, declared=self._draws, known=draws_nothing(inner)
-        )
-        plan = self.pipe.plan
-        groups = {entry.thread_group for entry in plan.schedule.values()}
-        return PulledLoader(
-            self._loader,
-            generators,
-            draws,
-            ahead=True,
+            return of
+        return replace(
+            of,
             # A loader that is apart makes its batches elsewhere, or from data that nobody writes.
-            data=None if apart else LoaderData(inner),
-            times=PullTimes(only_pulls=plan.pull_group == _GROUP and groups == {DEFAULT_GROUP}),
+            # Draws are watched at run time: a generator of the loader's own is no obstacle here.
+            data=None if is_apart(of.inner, draws_watched=True) else LoaderData(of.inner),
+            times=PullTimes(only_pulls=self.pipe.plan.thread_groups == (DEFAULT_GROUP, _GROUP)),
         )
 
     def _begin(self, current: LoaderPass) -> None:
@@ -191,16 +171,9 @@ class OverlappedLoop(ResumableLoop[C]):
         return dropped
 
     def close(self) -> None:
-        """End the threads, and drop an iterator that was given: its ``finally`` may run."""
+        """End the threads. Another loop may pull ahead from an iterator that was given."""
         self.pipe.close()
         _pulled.pop(id(self._loader), None)
-        # Only an iterator is dropped. Any other loader can begin a new pass after close().
-        if self._running is None and self._pulled.goes_on and self._pass is not None:
-            self._pass.close()
-            self._pass = None
-            self._loaded = None
-            self._loader = ()
-            self._pulled = replace(self._pulled, loader=())
 
     def __enter__(self) -> Self:
         return self
@@ -349,7 +322,7 @@ def loop_over(
     _check_loader(loader, draws)
     unknown = why_not_apart(loader, draws_watched=True) if pull_ahead is None else None
     ahead = unknown is None if pull_ahead is None else pull_ahead
-    if ahead and hasattr(type(loader), "__next__") and id(loader) in _pulled:
+    if ahead and id(loader) in _pulled:
         raise ValueError(
             f"another loop pulls ahead from this iterator ({type(loader).__name__}), and has "
             "batches of it that this one would miss: an iterator is pulled ahead by one loop. "
@@ -384,8 +357,8 @@ def loop_over(
         plan = handed.plan(plan)
         tasks = handed.tasks(tasks, leading)
     overlapped = Overlap(plan, tuple(t.name for t in leading), ahead, why)
-    effects = {PULL: Effects() if ahead else undeclared_effects()}
-    pipe = SWPipeline(plan, tasks, effects=effects, **options)
+    pulls = Effects() if ahead else undeclared_effects()
+    pipe = SWPipeline(plan, tasks, effects={PULL: pulls}, **options)
     loop = kind(loader, overlapped, pipe, functions, draws)
     # A second loop over this iterator would miss the batches that this loop has pulled.
     if ahead and loop._pulled.goes_on:
@@ -400,7 +373,7 @@ def _check_loader(loader: Any, draws: object) -> None:
         raise TypeError("the loader is a loop itself: give all tasks or functions to one call")
     if not isinstance(loader, Iterable) and not hasattr(type(loader), "__getitem__"):
         raise TypeError(f"the loader is {shown(loader)}: give an iterable of batches")
-    if draws is False and (name := draws_in_mid_pass(torchs(loader))):
+    if draws is False and (name := draws_in_mid_pass(loader)):
         raise ValueError(
             f"draws=False says that the loader uses no default generator, and its {name} draws "
             "from torch's for each batch (generator=torch.default_generator): give it a "

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
-from swpipe.core.loaders import SEQUENCES, are_same
+from swpipe.core.loaders import SEQUENCES
 from swpipe.loops.batch_memory import Contents
 from swpipe.loops.pass_generators import States, changed
 from swpipe.loops.pulled_loader import PulledLoader
@@ -66,20 +66,33 @@ class Pull:
 
 
 class PassRecord:
-    """The pulls of one pass that a check or a saved state may still need."""
+    """The pulls of one pass that a check or a saved state may still need.
+
+    Attributes:
+        last: The number of the last pull in the pass, from 1; 0 before it.
+        first: The number of the iteration that has the first batch of the pass; set by the pass.
+        sampling: What known samplers read in mid-pass, as it was at the first request; set by the
+            pass.
+        lost: Whether batches that were pulled ahead were dropped, and do not come again; set by the
+            pass.
+        had_live_workers: Whether the pass uses worker processes of an earlier pass.
+    """
 
     def __init__(self, of: PulledLoader) -> None:
+        self.last = 0
+        self.first = 0
+        self.sampling: list[Any] = []
+        self.lost = False
+        self.had_live_workers = of.has_live_workers
         self._of = of
         self._may_come_again = of.goes_on or type(of.loader) in (list, tuple)
-        self._compared = max(_COMPARED, of.workers)  # at least one batch of each worker
-        self._pulls: dict[int, Pull] = {}  # by the number of the pull in the pass, from 1
-        self._last = 0  # the number of the last pull
+        self._pulls: dict[int, Pull] = {}  # by the number of the pull in the pass
         # The contents that nobody may write: of the pulls that the body has, or will have.
         self._in_use: dict[int, Contents] = {}
         # A function for each part that was dropped and modified: whether all references are gone.
         self._gone: list[Callable[[], bool]] = []
-        # The generators before and after the loader's iterator was made, and the loader's states:
-        # at the beginning of the pass, and by the place to which they lead.
+        # The generators before the loader's iterator was made, and after it in a new pass; and the
+        # loader's states: at the beginning of the pass, and by the place to which they lead.
         self._at_start: States = {}
         self._begun: States = {}
         self._loader_at_start: Any = None
@@ -112,7 +125,7 @@ class PassRecord:
         handed_out = saved["batches"]
         self._at_start = saved["at_start"]
         self._loader_at_start = saved["loader_at_start"]
-        self._last = handed_out
+        self.last = handed_out
         self._states = {handed_out - len(pulls): loader}
         if pulls or isinstance(of.loader, DataLoader):
             self._states[handed_out] = self.ask()
@@ -120,17 +133,16 @@ class PassRecord:
         # all others at the save.
         after = {**saved["generators"], **(saved["after_pull"] or {})}
         of.generators.write(after)
-        self._begun = of.generators.read()
         # The last pull is that of the batch handed out last: a save may follow at once.
         pulls = pulls or [Pull(Contents(None), {})]
         pulls[-1].after = after
         self._pulls = dict(enumerate(pulls, handed_out - len(pulls) + 1))
 
     def undo(self) -> None:
-        """Set the draws back of a pass that has begun without any pull."""
+        """Set the draws back of a new pass that has begun without any pull."""
         generators = self._of.generators
         # If a state changed after the start, other code has drawn: setting back would undo that.
-        if not changed(self._begun, generators.read()):
+        if self._begun and not changed(self._begun, generators.read()):
             generators.write(self._at_start)
 
     def ask(self) -> Any:
@@ -177,7 +189,7 @@ class PassRecord:
                 )
             self._in_use[number] = pull.contents
         self._pulls[number] = pull
-        self._last = number
+        self.last = number
         # What no saved state can need any more goes, so that it stays bounded.
         if number % _ASKED == 0:
             place = self._place(handed_out)
@@ -194,8 +206,9 @@ class PassRecord:
 
     # ------------------------------------------------------------------------------ the body
 
-    def check_as_pulled(self, number: int, batch: Any) -> None:
-        """Raise an error if a batch was written since the loader has made it."""
+    def check_as_pulled(self, iteration: int, batch: Any) -> None:
+        """Raise an error if an iteration's batch was written since the loader has made it."""
+        number = iteration - self.first + 1
         pull = self._pulls.get(number)
         if pull is not None and not pull.contents.are_those_of(batch):
             raise RuntimeError(
@@ -215,16 +228,11 @@ class PassRecord:
         """Note that the body has ended, and with it the use of its batch."""
         self._in_use.pop(handed_out, None)
 
-    def is_that_of(self, batches: list[Any], handed_out: int) -> bool:
-        """Return whether a list still has the batches that were pulled ahead."""
-        ahead = [pull.batch for pull in self._ahead(handed_out)]
-        return are_same(ahead, batches[handed_out : handed_out + len(ahead)])
-
     # -------------------------------------------------------------------------- leaving a pass
 
     def leave(self, handed_out: int) -> None:
         """Note which dropped batches tasks that ran ahead have modified."""
-        changed = (pull.contents.changed() for pull in self._ahead(handed_out))
+        changed = (pull.contents.changed() for pull in self.ahead(handed_out))
         self._gone = [*map(_gone, chain.from_iterable(changed))]
 
     def release(self) -> None:
@@ -276,13 +284,14 @@ class PassRecord:
             "again": [(pull.before, pull.contents.checksum if checked else None) for pull in pulls],
         }
 
-    def _ahead(self, handed_out: int) -> list[Pull]:
+    def ahead(self, handed_out: int) -> list[Pull]:
         """Return the pulls after the batch that was handed out last."""
-        return [self._pulls[number] for number in range(handed_out + 1, self._last + 1)]
+        return [self._pulls[number] for number in range(handed_out + 1, self.last + 1)]
 
     def _place(self, handed_out: int) -> int:
         """Return the latest place that leaves enough batches to compare."""
-        place = max(0, handed_out - self._compared)
+        # At least one batch of each worker is compared.
+        place = max(0, handed_out - max(_COMPARED, self._of.workers))
         if not self._of.has_state:
             return place
         # copy() is atomic: the thread that pulls adds a state without the lock.

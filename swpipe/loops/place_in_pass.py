@@ -18,7 +18,7 @@ A difference in later batches is not detected: a list that has been changed give
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from swpipe.errors import add_note
 from swpipe.loops.batch_memory import Contents
+from swpipe.loops.pass_generators import States
 from swpipe.loops.pass_record import PassRecord, Pull
 from swpipe.loops.pulled_loader import PulledLoader
 
@@ -39,33 +40,24 @@ def begun_again(of: PulledLoader, record: PassRecord, saved: Mapping[str, Any]) 
         saved: The state.
 
     Raises:
-        ValueError: The loader does not give the batches again that were handed out last.
+        ValueError: The loader is an iterator, or does not give the same batches again.
     """
-    handed_out = saved["batches"]
-    if not of.has_state and of.goes_on and handed_out:
-        raise ValueError(
-            f"{handed_out} batches of the pass were handed out before the state was saved, and "
-            f"the loader is an iterator ({type(of.loader).__name__}), which cannot be begun "
-            "again to skip them: give a DataLoader or another object that makes a new iterator"
-        )
-    batches, pulls, loader = _led_back(of, record, saved)
-    record.begin_again(pulls, loader, saved)
-    return batches
-
-
-def _led_back(
-    of: PulledLoader, record: PassRecord, saved: Mapping[str, Any]
-) -> tuple[Iterator[Any], list[Pull], Any]:
-    """Return the rest of a pass, the compared pulls made again, and the loader's state before."""
     loader = of.loader
+    kind = type(loader).__name__
     again = saved["again"]
     own = saved["loader"]
+    if own is None and of.goes_on and saved["batches"]:
+        raise ValueError(
+            f"{saved['batches']} batches of the pass were handed out before the state was saved, "
+            f"and the loader is an iterator ({kind}), which cannot be begun again to skip them: "
+            "give a DataLoader or another object that makes a new iterator"
+        )
     for way, (state, number) in enumerate(_beginnings(of, saved)):
         # From the second try on, the pass is read from its beginning, which may take long.
         if way and number > len(again):
             warnings.warn(
-                f"the state of the loader ({type(loader).__name__}) does not lead to the batches "
-                f"that were handed out last: {number} batches of the pass are read again",
+                f"the state of the loader ({kind}) does not lead to the batches that were handed "
+                f"out last: {number} batches of the pass are read again",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -77,7 +69,7 @@ def _led_back(
         skipped = sum(1 for _ in islice(batches, number - len(again)))
         # The saved state may not have led here. Only torch's kind always tells its state.
         here = record.ask() if own is not None and isinstance(of.inner, DataLoader) else own
-        pulls, same = _pulled_again(of, batches, saved)
+        pulls = [*_pulled_again(of, batches, again)]
         # Without a state, too few batches mean other data; with one, another beginning is tried.
         length = skipped + len(pulls)
         if own is None and length < number:
@@ -85,9 +77,13 @@ def _led_back(
                 f"the loader has {length} batches, but {number} were handed out before the state "
                 "was saved: resume with the same data"
             )
-        if same and len(pulls) == len(again):
-            return batches, pulls, here
-    kind = type(loader).__name__
+        same = [
+            checksum in (None, pull.contents.checksum)
+            for pull, (_, checksum) in zip(pulls, again, strict=False)
+        ]
+        if all(same) and len(same) == len(again):
+            record.begin_again(pulls, here, saved)
+            return batches
     what = f"the loader ({kind}), begun again, does not give"
     raise ValueError(
         f"{what if own is None else f'the state of the loader ({kind}) does not lead to'} the "
@@ -100,19 +96,14 @@ def _led_back(
 
 
 def _pulled_again(
-    of: PulledLoader, batches: Iterator[Any], saved: Mapping[str, Any]
-) -> tuple[list[Pull], bool]:
-    """Make the compared pulls again, and return them and whether all batches are the same."""
-    same = True
-    pulls = list[Pull]()
+    of: PulledLoader, batches: Iterator[Any], again: Iterable[tuple[States, int | None]]
+) -> Iterator[Pull]:
+    """Make the compared pulls again."""
     # Each pull starts from the generators that it had in the saved run: bodies drew in between.
-    for before, checksum in saved["again"]:
+    for before, _ in again:
         of.generators.write(before)
         for batch in islice(batches, 1):
-            pull = Pull(Contents(batch), before)
-            same = same and checksum in (None, pull.contents.checksum)
-            pulls.append(pull)
-    return pulls, same
+            yield Pull(Contents(batch), before)
 
 
 def _beginnings(of: PulledLoader, saved: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:

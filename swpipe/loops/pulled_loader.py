@@ -45,12 +45,7 @@ class PulledLoader:
     @cached_property
     def inner(self) -> Any:
         """The loader inside the wrappers of Accelerate and swpipe."""
-        return torchs(self.loader)
-
-    @property
-    def beside(self) -> bool:
-        """Whether batches are pulled while the loop's body runs."""
-        return self.times is not None
+        return unprepared(self.loader)
 
     @cached_property
     def goes_on(self) -> bool:
@@ -135,8 +130,3 @@ class PulledLoader:
             return len(self.loader)
         except TypeError:
             return float("inf")
-
-
-def torchs(loader: Any) -> Any:
-    """Return the loader inside the wrappers of Accelerate and swpipe."""
-    return unprepared(loader.prepared if isinstance(loader, AccelerateLoader) else loader)

@@ -107,8 +107,7 @@ class PulledTensors(TorchFunctionMode):
 
 def _alive(uses: Uses) -> list[tuple[Tensor, int]]:
     """Return the tensors that still exist, with the versions noted."""
-    pairs = [(reference(), version) for reference, version in uses]
-    return [(tensor, version) for tensor, version in pairs if tensor is not None]
+    return [(tensor, version) for known, version in uses if (tensor := known()) is not None]
 
 
 def _tensors_in(args: Iterable[Any]) -> Iterator[Tensor]:

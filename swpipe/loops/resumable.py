@@ -32,7 +32,7 @@ from swpipe.loops.draws import LoaderDraws
 from swpipe.loops.loader_pass import LoaderPass
 from swpipe.loops.pass_generators import PassGenerators, names_in_words
 from swpipe.loops.place_in_pass import begun_at
-from swpipe.loops.pulled_loader import PulledLoader, torchs
+from swpipe.loops.pulled_loader import PulledLoader
 from swpipe.loops.saved_state import NEW_PASS, OF_PLACE, complete, why_not_loaded
 from swpipe.pipeline import SWPipeline, in_flight_of_others, settle
 
@@ -79,6 +79,7 @@ class ResumableLoop(Generic[Out]):
     """
 
     counted = False
+    _draws: bool | None = True  # the user declares that nothing else uses the loader's generators
     _keep_nothing = True  # the user declares that persistent workers draw and count nothing
     _warned_lost = False
     _warned_live = False
@@ -100,8 +101,9 @@ class ResumableLoop(Generic[Out]):
         if isinstance(loader, AccelerateLoader):
             loader.in_loop = True
         where = resolve(getattr(pipe, "device", None) if device is None else device)
-        self._pulled = self._pulled_loader(PassGenerators(torchs(loader), where))
+        self._pulled = self._pulled_loader(PassGenerators(loader, where))
         self._pass: LoaderPass | None = None  # the last pass that has begun
+        self._running: LoaderPass | None = None  # the pass that is under way
         self._loaded: Mapping[str, Any] | None = None  # the state that the next pass resumes from
 
     def __repr__(self) -> str:
@@ -112,9 +114,9 @@ class ResumableLoop(Generic[Out]):
         pipe = self.pipe
         ahead = not isinstance(pipe, SWPipeline) or pipe.plan.depth > 1
         own = generators.own if ahead else ()
-        known = draws_nothing(torchs(self._loader))
-        draws = LoaderDraws(generators, own, declared=True, known=known)
-        return PulledLoader(self._loader, generators, draws, ahead)
+        loader = self._loader
+        draws = LoaderDraws(generators, own, declared=self._draws, known=draws_nothing(loader))
+        return PulledLoader(loader, generators, draws, ahead)
 
     # ------------------------------------------------------------------------------ states
 
@@ -140,7 +142,7 @@ class ResumableLoop(Generic[Out]):
                 stopped; the message says why, and what to do.
         """
         pipe = self.pipe
-        if self._pulled.beside and isinstance(pipe, SWPipeline):
+        if self._pulled.times is not None and isinstance(pipe, SWPipeline):
             # Tasks that run ahead change no state, so the iterations in flight need no check, and
             # the save does not wait for a pull.
             pipeline = pipe.state_dict(check=not pipe.in_flight)
@@ -171,7 +173,10 @@ class ResumableLoop(Generic[Out]):
             return self._between_passes(check)
         # A pass that was left in the body of its last batch has a rest, if an empty one.
         if not (rest and current.left and current.ended):
-            if others := self._others_in_flight(current):
+            pipe = self.pipe
+            if isinstance(pipe, SWPipeline) and (
+                others := in_flight_of_others(pipe, current.iterator)
+            ):
                 raise RuntimeError(
                     f"iterations are in flight ({others}) that are not of this loop: finish their "
                     "iterator, or call drain(), before you save"
@@ -206,7 +211,7 @@ class ResumableLoop(Generic[Out]):
                 "state_dict(check=False)"
             )
         if check:
-            self._check_loader(live=current.had_live_workers)
+            self._check_loader(live=current.record.had_live_workers)
 
     def _check_loader(self, *, live: bool) -> None:
         """Raise an error if the loader keeps values that are in no state.
@@ -328,19 +333,12 @@ class ResumableLoop(Generic[Out]):
         next(contexts)
         return contexts
 
-    @property
-    def _running(self) -> LoaderPass | None:
-        """The pass that is under way, or None."""
-        current = self._pass
-        return current if current is not None and current.running else None
-
     def _begun(self) -> LoaderPass:
         """Begin the next pass: from a loaded state, the rest of a pass that was left, or anew."""
         current = self._pass
-        pipe = self.pipe
-        ours = isinstance(pipe, SWPipeline)  # SWPipeline itself refuses batches of another iterator
-        left = current is not None and current.is_left
-        if left and not ours and (in_flight := pipe.state_dict()["in_flight"]):
+        # SWPipeline itself refuses batches of another iterator.
+        left = current is not None and current.is_left and not isinstance(self.pipe, SWPipeline)
+        if left and (in_flight := self.pipe.state_dict()["in_flight"]):
             raise RuntimeError(
                 f"batches of the pass that was left early are in flight ({in_flight}): call "
                 "drain() before the next pass"
@@ -357,17 +355,16 @@ class ResumableLoop(Generic[Out]):
         return current
 
     def _iterate(self) -> Iterator[Out]:
-        current = self._begun() if self._running is None else None
-        runs = False
+        begun = self._begun() if self._running is None else None
+        current = None
         failed = False
         try:
             yield None  # type: ignore[misc]  # taken by __iter__
             self._refuse_running()
-            current = current or self._begun()
-            current.running = True
+            current = begun or self._begun()
             self._pass = current
+            self._running = current
             self._loaded = None
-            runs = True
             self._begin(current)
             while True:
                 self._make_ready(current)
@@ -387,19 +384,19 @@ class ResumableLoop(Generic[Out]):
                 if self._running is not current:  # a new pass has ended this one
                     return
         finally:
-            # This code runs at the end, after an early leave, and for a pass without any request.
-            if current is not None and not runs:
-                self._forget(current)
-            elif current is not None:
-                self._pulled.draws.tensors.end_body()
-                if self._running is current:
-                    self._end(current, failed=failed)
+            if current is not None and self._running is current:
+                self._end(current, failed=failed)
+            # A trainer only tests for iterability: what has begun without a request is undone.
+            elif current is None and begun is not None and not self._pulled.goes_on:
+                begun.release()
+                begun.record.undo()
+                if self._pass is begun:
+                    self._pass = None
 
     def _begin(self, current: LoaderPass) -> None:
         """Prepare a pass that begins or continues, before its first request."""
         # The second pull, before any task, shows which generators the loader draws from.
-        if self._pulled.ahead and not current.pulled:
-            current.pull_first_alone()
+        current.pull_first_alone()
 
     def _make_ready(self, current: LoaderPass) -> None:
         """Prepare for the next iteration; subclasses implement this."""
@@ -410,8 +407,9 @@ class ResumableLoop(Generic[Out]):
 
     def _end(self, current: LoaderPass, *, failed: bool) -> None:
         """End a pass that is over, or that was left."""
-        current.running = False
-        if isinstance(self._loader, AccelerateLoader | LoaderAround):
+        self._running = None
+        self._pulled.draws.tensors.end_body()
+        if isinstance(self._loader, LoaderAround):
             self._loader.leave()
         complete = self._is_complete(current)
         dropped = False
@@ -444,9 +442,9 @@ class ResumableLoop(Generic[Out]):
         Otherwise they stay in flight.
         """
         pipe = self.pipe
-        if not isinstance(pipe, SWPipeline) or self._changed_early():
+        if not isinstance(pipe, SWPipeline):
             return False
-        if self._others_in_flight(current):
+        if self._changed_early(pipe) or in_flight_of_others(pipe, current.iterator):
             return False
         if self.counted and self._is_complete(current) and not pipe.closed:
             settle(pipe)  # this lets the pipeline find the end of the loader
@@ -455,10 +453,9 @@ class ResumableLoop(Generic[Out]):
         pipe.drop()
         return True
 
-    def _changed_early(self) -> bool:
+    def _changed_early(self, pipe: SWPipeline[Any]) -> bool:
         """Return whether tasks may have changed something for iterations in flight."""
-        pipe = self.pipe
-        return isinstance(pipe, SWPipeline) and any(early_changes(pipe.plan, pipe.tasks))
+        return any(early_changes(pipe.plan, pipe.tasks))
 
     def _check_lost(self, left: LoaderPass) -> None:
         """Refuse a new pass after a pass that was left, if the dropped batches change its numbers.
@@ -468,7 +465,9 @@ class ResumableLoop(Generic[Out]):
         Raises:
             RuntimeError: Live workers have made dropped batches, and may draw or count.
         """
-        if left.lost and self._pulled.may_keep_rows and not self._warned_lost:
+        if not left.record.lost:
+            return
+        if self._pulled.may_keep_rows and not self._warned_lost:
             self._warned_lost = True
             warnings.warn(
                 "the last pass was left, and the batches that were pulled ahead were dropped. If "
@@ -479,7 +478,7 @@ class ResumableLoop(Generic[Out]):
                 RuntimeWarning,
                 stacklevel=self._frames + 2,
             )
-        if left.lost and not self._keep_nothing and self._pulled.has_live_workers:
+        if not self._keep_nothing and self._pulled.has_live_workers:
             raise RuntimeError(
                 "the last pass was left, and the loader's workers, which live on, have made "
                 "batches that were pulled ahead and dropped: what they draw or count would not be "
@@ -488,18 +487,11 @@ class ResumableLoop(Generic[Out]):
                 "draws=False"
             )
 
-    def _forget(self, current: LoaderPass) -> None:
-        """Undo a pass that has begun without a request: a trainer only tests for iterability."""
-        if not self._pulled.goes_on:
-            current.undo()
-            if self._pass is current:
-                self._pass = None
-
     def _count(self, current: LoaderPass) -> None:
         """Set the number of batches handed out, including those taken by ``drain``."""
         pipe = self.pipe
         # Batches pulled beside the body are handed out by this loop only.
-        if self._pulled.beside:
+        if self._pulled.times is not None:
             return
         if isinstance(pipe, SWPipeline):
             if not pipe.closed:
@@ -511,10 +503,6 @@ class ResumableLoop(Generic[Out]):
     def _is_complete(self, current: LoaderPass) -> bool:
         """Return whether all batches were handed out, according to the loader's length."""
         return current.handed_out == self._pulled.length
-
-    def _others_in_flight(self, current: LoaderPass) -> int:
-        pipe = self.pipe
-        return in_flight_of_others(pipe, current.iterator) if isinstance(pipe, SWPipeline) else 0
 
     def _refuse_running(self) -> None:
         if self._running is not None:

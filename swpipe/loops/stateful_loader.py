@@ -8,17 +8,8 @@ get(iterator), set(iterator, state)     anything else, by two functions
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import methodcaller
 from typing import Any
-
-from swpipe.core.messages import shown
-
-
-def _get(iterator: Any) -> Any:
-    return iterator.get_state()
-
-
-def _set(iterator: Any, state: Any) -> None:
-    iterator.set_state(state)
 
 
 class StatefulLoader:
@@ -30,24 +21,17 @@ class StatefulLoader:
         loader: An iterable that makes a new iterator for each pass, or an iterator for one pass.
         get_state: Returns the state of an iterator, which a checkpoint can hold.
         set_state: Sets a new iterator to a state, or returns another iterator at this state.
-
-    Raises:
-        TypeError: ``get_state`` or ``set_state`` cannot be called.
     """
 
     def __init__(
         self,
         loader: Iterable[Any],
         *,
-        get_state: Callable[[Any], Any] = _get,
-        set_state: Callable[[Any, Any], Iterator[Any] | None] = _set,
+        get_state: Callable[[Any], Any] = methodcaller("get_state"),
+        set_state: Callable[[Any, Any], Iterator[Any] | None] = (
+            lambda iterator, state: iterator.set_state(state)
+        ),
     ) -> None:
-        for function in (get_state, set_state):
-            if not callable(function):
-                raise TypeError(
-                    "StatefulLoader takes functions get_state(iterator) and set_state(iterator, "
-                    f"state), not {shown(function)}"
-                )
         self._loader = loader
         self._get = get_state
         self._set = set_state

@@ -23,7 +23,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
@@ -77,7 +78,14 @@ class StopRequest:
     def __init__(
         self, signals: Iterable[str] = ("SIGTERM",), *, after_s: float | None = None
     ) -> None:
-        self._signals = [_number(name) for name in ([signals] if type(signals) is str else signals)]
+        names = [signals] if isinstance(signals, str) else [*signals]
+        for name in names:
+            if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+                raise ValueError(
+                    f"signals has {shown(name)}: give names of signals that a process can handle, "
+                    "such as 'SIGTERM'"
+                )
+        self._signals = [signal.Signals[name] for name in names]
         number = isinstance(after_s, int | float) and not isinstance(after_s, bool)
         if after_s is not None and not (number and after_s > 0):
             raise ValueError(f"after_s is {shown(after_s)}: give seconds, above 0, or None")
@@ -88,6 +96,7 @@ class StopRequest:
         self._asked = ""
         self._ranks: _Ranks | None = None
         self._at: StepPlace = (0,)
+        self._lock = threading.Lock()  # held by the ranks' thread while the loop must not go on
         # Iterators of ended loops: dropping them would end their passes before the user saves.
         self._held: list[Iterator[Any]] = []
 
@@ -121,17 +130,6 @@ class StopRequest:
             raise ValueError(f"every is {shown(every)}: give an integer from 1")
         return WatchedLoop(self, loop, every)
 
-    def _begin(self, loop: Iterable[Item], every: int) -> Iterator[Item]:
-        """Begin a pass, and return its iterator; after a stop, return an empty iterator."""
-        if self not in _entered or (self._ranks is None and not is_alone()):
-            raise RuntimeError(
-                "the stop request is not entered, or was entered before torch.distributed was "
-                "initialised: write `with StopRequest(...) as stop` after init_process_group"
-            )
-        # The place (pass, 0, 0) comes before the first step, so a stop can end the pass here.
-        begun = self._at
-        return iter(()) if self._ends((*begun, 0, 0)) else self._steps(iter(loop), begun, every)
-
     def _steps(self, items: Iterator[Item], begun: StepPlace, every: int) -> Iterator[Item]:
         try:
             for step in itertools.count(1):
@@ -153,9 +151,9 @@ class StopRequest:
             self._move((*begun[:-1], begun[-1] + 1))
 
     def _move(self, at: StepPlace) -> None:
-        self._at = at
-        if self._ranks is not None:
-            self._ranks.move(at)
+        """Note the loop's place; wait while the ranks agree on the last one."""
+        with self._lock:
+            self._at = at
 
     def _ends(self, at: StepPlace) -> bool:
         """Return whether the loop ends at this place, and move there."""
@@ -198,7 +196,7 @@ class StopRequest:
                 "signals=() and call request()"
             )
         self._until = time.monotonic() + self._after_s
-        self._ranks = None if is_alone() else _Ranks(self._why)
+        self._ranks = None if is_alone() else _Ranks(self)
         for number in self._signals:
             self._earlier[number] = signal.signal(number, self._handle)
         _entered.append(self)
@@ -212,17 +210,27 @@ class StopRequest:
         self._held.clear()
 
 
+@dataclass(frozen=True, eq=False)
 class WatchedLoop(Generic[Item]):
     """A loop that a ``StopRequest`` may end; made by ``StopRequest.watch``."""
 
-    def __init__(self, stop: StopRequest, loop: Iterable[Item], every: int) -> None:
-        self._stop = stop
-        self._loop = loop
-        self._every = every
+    _stop: StopRequest
+    _loop: Iterable[Item]
+    _every: int
 
     def __iter__(self) -> Iterator[Item]:
-        """Begin one pass now, and return its iterator."""
-        return self._stop._begin(self._loop, self._every)
+        """Begin one pass now, and return its iterator; after a stop, an empty one."""
+        stop = self._stop
+        if stop not in _entered or (stop._ranks is None and not is_alone()):
+            raise RuntimeError(
+                "the stop request is not entered, or was entered before torch.distributed was "
+                "initialised: write `with StopRequest(...) as stop` after init_process_group"
+            )
+        # The place (pass, 0, 0) comes before the first step, so a stop can end the pass here.
+        begun = stop._at
+        if stop._ends((*begun, 0, 0)):
+            return iter(())
+        return stop._steps(iter(self._loop), begun, self._every)
 
     def __len__(self) -> int:
         """Return the loop's length."""
@@ -233,28 +241,21 @@ class _Ranks:
     """The places of this rank and of all ranks in their loops, exchanged over the job's store.
 
     Args:
-        asked: Returns why this rank is to stop; empty if it is not.
+        stop: The request of this rank.
     """
 
-    def __init__(self, asked: Callable[[], str]) -> None:
-        self._asked = asked
+    def __init__(self, stop: StopRequest) -> None:
+        self._stop = stop
         self._store = job_store()
         key = f"swpipe/stop/{next(_numbers)}"
         self._any = f"{key}/any"
         self._keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
         self._own = self._keys[dist.get_rank()]
-        self._lock = threading.Lock()  # held by the thread while the loop must not go on
-        self._at: StepPlace = ()
         self._last: StepPlace | None = None
         self._reason = ""
         self._failure: RuntimeError | None = None
         self._left = ProgressCounter()
         self._thread = WorkerThread("swpipe-stop", self._listen)
-
-    def move(self, at: StepPlace) -> None:
-        """Note the loop's place; wait while the ranks agree on the last one."""
-        with self._lock:
-            self._at = at
 
     def why_stop(self) -> str:
         """Return why the loop ends at its place; empty if it goes on.
@@ -262,12 +263,12 @@ class _Ranks:
         Raises:
             RuntimeError: This rank is to stop, and the ranks could not agree where.
         """
-        if self._failure is not None and (why := self._asked()):
+        if self._failure is not None and (why := self._stop._why()):
             raise RuntimeError(
                 f"this rank is to stop ({why}), and the ranks could not agree where: "
                 f"{self._failure}"
             ) from self._failure
-        return self._reason if self._last is not None and self._at > self._last else ""
+        return self._reason if self._last is not None and self._stop._at > self._last else ""
 
     def leave(self) -> None:
         """End the thread; no rank waits for this one any more."""
@@ -277,12 +278,12 @@ class _Ranks:
     def _listen(self) -> None:
         try:
             while not self._left.reaches(1, LOOK_S + 1e-3 * len(self._keys)):
-                if self._asked():
+                if self._stop._why():
                     self._store.set(self._any, "")
                 # Any rank's request sets one key, so a poll costs one look-up and not one per rank.
                 if self._store.check([self._any]):
-                    # With the lock held, move() blocks: the place that is written stays true.
-                    with self._lock:
+                    # With the lock held, _move() blocks: the place that is written stays true.
+                    with self._stop._lock:
                         self._agree()
                     return
             # The block ends without a stop. A rank that stops later reads this place, and does not
@@ -292,7 +293,7 @@ class _Ranks:
             self._failure = error
 
     def _tell(self) -> None:
-        self._store.set(self._own, json.dumps([self._at, self._asked()]))
+        self._store.set(self._own, json.dumps([self._stop._at, self._stop._why()]))
 
     def _agree(self) -> None:
         self._tell()
@@ -308,18 +309,9 @@ class _Ranks:
                 return
         # The greatest place is the first one that no rank has passed: all ranks can end there.
         answers = [json.loads(answer) for answer in self._store.multi_get(self._keys)]
-        reasons = [f"{why} on rank {rank}" for rank, (_, why) in enumerate(answers) if why]
-        self._reason = reasons[0]
+        reasons = (f"{why} on rank {rank}" for rank, (_, why) in enumerate(answers) if why)
+        self._reason = next(reasons)
         self._last = max(tuple(at) for at, _ in answers)
-
-
-def _number(name: str) -> signal.Signals:
-    if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
-        raise ValueError(
-            f"signals has {shown(name)}: give names of signals that a process can handle, such as "
-            "'SIGTERM'"
-        )
-    return signal.Signals[name]
 
 
 _entered: list[StopRequest] = []

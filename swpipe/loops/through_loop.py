@@ -27,7 +27,7 @@ import torch
 from swpipe.core.context import IterContext
 from swpipe.core.messages import listed, shown
 from swpipe.device import Device, copy_task, resolve
-from swpipe.loops.ahead_loop import check_ahead, function_tasks
+from swpipe.loops.ahead_loop import batches_of, check_ahead, function_tasks
 from swpipe.loops.ahead_tasks import HAND_OVER
 from swpipe.loops.handed_over import HandOver
 from swpipe.loops.loader_pass import LoaderPass
@@ -83,14 +83,7 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
             Exception: A function behind has failed after the last pass was left.
         """
         self._raise_late()
-        return self._results(super().__iter__())
-
-    def _results(self, contexts: Iterator[IterContext]) -> Iterator[Any]:
-        yield from map(self._given_to_body, contexts)  # map keeps no reference to a result
-
-    def _given_to_body(self, ctx: IterContext) -> Any:
-        self._handed.handed.pop(ctx.iter_idx, None)
-        return ctx.batch
+        return batches_of(super().__iter__())
 
     def _begin(self, current: LoaderPass) -> None:
         # The function on the caller's thread has run on batches of which the body got no result.
@@ -109,7 +102,7 @@ class ThroughLoop(OverlappedLoop[IterContext], Generic[Result]):
         self._handed.take(ctx.iter_idx)
         return ctx
 
-    def _changed_early(self) -> bool:
+    def _changed_early(self, pipe: object) -> bool:
         """Return False, since iterations that were handed over are completed and never repeated."""
         return False
 

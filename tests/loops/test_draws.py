@@ -356,10 +356,10 @@ def test_a_state_that_changes_while_it_is_read_is_read_again(
 
     generators, before = PassGenerators([1], resolve("cpu")), random.getstate()
     monkeypatch.setattr(pass_generators, "_state_of", drawn)
-    assert generators.read(["python"]) != {"python": before}
+    assert generators.read(generators.defaults)["python"] != before
     monkeypatch.undo()
     random.setstate(before)
-    assert generators.read(["python"]) == {"python": before}
+    assert generators.read(generators.defaults)["python"] == before
 
 
 def test_a_look_does_not_depend_on_how_an_interpreter_keeps_the_state(
@@ -438,14 +438,14 @@ def test_a_window_in_which_either_may_have_drawn_is_an_error_when_both_have() ->
     draws.asked(0, pulling=False, ahead=False)
     draws.before_pull(7, 5, alone=False)
     random.random()
-    draws.after_pull(7, {}, alone=False)
+    draws.after_pull(7, {}, 5, alone=False)
     assert draws.in_turn
     draws.asked(8, pulling=False, ahead=False)
     random.random()
     draws.asked(9, pulling=False, ahead=False)  # the body has; of the loader it is not known
     before = draws.before_pull(10, 9, alone=True)
     random.random()
-    draws.after_pull(10, before, alone=True)
+    draws.after_pull(10, before, 9, alone=True)
     with pytest.raises(RuntimeError, match="both draw from Python's.*batch 5 of the pass"):
         draws.asked(10, pulling=False, ahead=False)
 

@@ -163,6 +163,31 @@ def test_silence_raises_and_names_who_was_asked() -> None:
     silent.set()
 
 
+def test_a_feed_that_another_thread_closes_ends_the_next_that_waits() -> None:
+    """As after its last batch."""
+    asked, closed = threading.Event(), threading.Event()
+
+    class Hangs:
+        def __call__(self, question: bytes) -> bytes:
+            asked.set()
+            closed.wait()
+            raise ConnectionError
+
+        def close(self) -> None:
+            closed.set()
+
+    def close() -> None:
+        asked.wait()
+        feed.close()
+
+    with swpipe.feed(range(4), [Hangs()], policy=int, batch=2) as feed:
+        thread = threading.Thread(target=close)
+        thread.start()
+        assert [*feed] == []
+        thread.join()
+    assert feed.lost == {}
+
+
 def fails(policy: Any, request: int) -> Any:
     if request == 3:
         raise KeyError("no such prompt")

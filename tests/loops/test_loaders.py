@@ -7,6 +7,7 @@ plain loop, or ``swpipe.overlap`` with the declarations of the script's author.
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import re
 import threading
@@ -491,7 +492,7 @@ class Closing:
 
 @pytest.mark.parametrize("pull_ahead", [True, False])
 def test_the_finally_of_a_generator_runs_when_the_loop_is_left(pull_ahead: bool) -> None:
-    """A plain loop runs it when it is left; for a given generator it runs at the loop's close.
+    """A plain loop runs it when it is left; for a given generator it runs when the loop is gone.
 
     If the loop is left while a batch is pulled ahead, it runs at the end of that pull.
     """
@@ -509,6 +510,8 @@ def test_the_finally_of_a_generator_runs_when_the_loop_is_left(pull_ahead: bool)
             break
         assert not given.over.acquire(blocking=False)
         assert next(iter(loop)).batch == 1
+    del loop
+    gc.collect()  # a pass refers to itself
     assert given.over.acquire(timeout=PATIENCE_S)
 
 
