@@ -26,7 +26,6 @@ from swpipe.plans.torchrec.sparse_dist import (
     PREFETCH,
     START,
     STEP,
-    STREAMS,
     WAIT,
     step_plan,
 )
@@ -49,7 +48,6 @@ def pec() -> PipelinePlan:
     return step_plan(
         stages,
         (EMBED, PREFETCH, OVERLAP, WAIT, COPY, *dense, *LAST[2:]),
-        streams={**STREAMS, PREFETCH: "prefetch"},
         # EARLY of i + 1 comes after LATE of i, which updates rows of batch i - 1 that EARLY may
         # read. OVERLAP of i + 1 comes after EARLY of i, which completes the masks of batch i.
         carried=((EMBED, EMBED_BACK), (EMBED, STEP), (EARLY, LATE), (OVERLAP, EARLY)),

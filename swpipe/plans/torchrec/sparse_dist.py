@@ -73,11 +73,13 @@ POSTPROC = "InputPostproc"
 """A twelfth task, between the first two: see ``with_postproc``."""
 
 STREAMS = {COPY: "memcpy", START: "data_dist", WAIT: "data_dist"}
+WITH_PREFETCH = {**STREAMS, PREFETCH: "prefetch"}
+"""The streams of tasks that run ahead, without and with the prefetch."""
 
 
 def serial() -> PipelinePlan:
     """Return the plan that runs all tasks serially on the caller's thread and stream."""
-    return step_plan(dict.fromkeys(TASKS, 0), TASKS, streams={})
+    return step_plan(dict.fromkeys(TASKS, 0), TASKS)
 
 
 def copy_ahead(*, lean: bool = False) -> PipelinePlan:
@@ -89,7 +91,7 @@ def copy_ahead(*, lean: bool = False) -> PipelinePlan:
     stages = dict.fromkeys(TASKS, 1) | {COPY: 0}
     middle = (LOSS, DENSE_BACK, EMBED_BACK, COPY) if lean else (COPY, LOSS, DENSE_BACK, EMBED_BACK)
     order = (*TASKS[1:4], EMBED, DENSE, *middle, FINALIZE, STEP)
-    return step_plan(stages, order, streams={COPY: STREAMS[COPY]})
+    return step_plan(stages, order)
 
 
 def sparse_dist(*, lean: bool = False) -> PipelinePlan:
@@ -103,9 +105,7 @@ def sparse_dist(*, lean: bool = False) -> PipelinePlan:
     # allocate theirs.
     order = (PREFETCH, START, COPY) if lean else (START, COPY, PREFETCH)
     same_period = ((START, PREFETCH), (COPY, PREFETCH)) if lean else ()
-    return step_plan(
-        stages, (*order, EMBED, DENSE, WAIT, *LAST), same_period=same_period, streams=STREAMS
-    )
+    return step_plan(stages, (*order, EMBED, DENSE, WAIT, *LAST), same_period=same_period)
 
 
 def prefetch(*, lean: bool = False) -> PipelinePlan:
@@ -124,12 +124,7 @@ def prefetch(*, lean: bool = False) -> PipelinePlan:
         stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 1}
         order = (COPY, WAIT, EMBED, DENSE, PREFETCH, *LAST, START)
     # Within a period, the prefetch stands between the forward and the backward of the batch before.
-    return step_plan(
-        stages,
-        order,
-        same_period=((PREFETCH, DENSE), (DENSE_BACK, PREFETCH)),
-        streams={**STREAMS, PREFETCH: "prefetch"},
-    )
+    return step_plan(stages, order, same_period=((PREFETCH, DENSE), (DENSE_BACK, PREFETCH)))
 
 
 def split(
@@ -156,9 +151,7 @@ def split(
     if lean:
         stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 1, WAIT: 1}
         early = (PREFETCH, EMBED, START, COPY, DENSE, WAIT, *LAST)
-        return step_plan(
-            stages, early, same_period=((START, EMBED), (COPY, EMBED)), streams=STREAMS
-        )
+        return step_plan(stages, early, same_period=((START, EMBED), (COPY, EMBED)))
     stages = dict.fromkeys(TASKS, 2) | {COPY: 0, START: 0, WAIT: 1, PREFETCH: 1}
     # The prefetch is between two exchanges on no path: after DENSE_BACK it delays neither of them.
     order = (EMBED, WAIT, COPY, DENSE, LOSS, DENSE_BACK, START, PREFETCH, EMBED_BACK)
@@ -173,7 +166,6 @@ def split(
         # EMBED depends on STEP only if STEP changes what a look-up reads.
         carried=[(EMBED, EMBED_BACK), *([(EMBED, STEP)] if after_step else [])],
         same_period=((PREFETCH, DENSE_BACK if one_backward else DENSE), (EMBED_BACK, PREFETCH)),
-        streams={**STREAMS, PREFETCH: "prefetch"},
     )
 
 
@@ -199,6 +191,7 @@ def semi_sync(*, one_backward: bool = False, lean: bool = False) -> PipelinePlan
         stages[START] = 1
         order = (START, DENSE, LOSS, *middle, WAIT, EMBED_BACK, COPY, FINALIZE, STEP)
     # No dependence of the look-up on earlier updates: the stale reads are allowed by name instead.
+    # The prefetch has no stream of its own, since it directly precedes the look-up.
     return step_plan(
         stages, order, carried=(), streams=STREAMS, stale={"tables": 1, "optimizer": 1}
     )
@@ -224,7 +217,7 @@ def step_plan(
     stages: Mapping[str, int],
     order: Sequence[str],
     *,
-    streams: Mapping[str, str],
+    streams: Mapping[str, str] = WITH_PREFETCH,
     carried: Sequence[tuple[str, str]] = ((EMBED, EMBED_BACK), (EMBED, STEP)),
     same_period: Sequence[tuple[str, str]] = (),
     stale: Mapping[str, int] | None = None,
@@ -235,16 +228,17 @@ def step_plan(
     Args:
         stages: Task to its stage, in serial order.
         order: The order of a period.
-        streams: Task to its stream, of those that have one.
+        streams: Task to its stream, if it runs before the last stage.
         carried: The dependences of tables and their masks between iterations.
         same_period: The plan's ``same_period_deps``.
         stale: As for ``PipelinePlan``.
         newer: As for ``PipelinePlan``.
     """
+    ahead = {name: stream for name, stream in streams.items() if stages[name] < stages[STEP]}
     return PipelinePlan(
         schedule={
             # EmbPrefetch waits for exchanges and launches none.
-            name: TaskSchedule(stage, streams.get(name), globally_ordered=name != PREFETCH)
+            name: TaskSchedule(stage, ahead.get(name), globally_ordered=name != PREFETCH)
             for name, stage in stages.items()
         },
         deps=[(after, before) for before, after in pairwise(stages)],
@@ -255,7 +249,7 @@ def step_plan(
         order=order,
         # High priority: short copies and exchanges should not queue behind the dense part's
         # kernels.
-        streams=dict.fromkeys(streams.values(), StreamSpec(priority=-1)),
+        streams=dict.fromkeys(ahead.values(), StreamSpec(priority=-1)),
         stale=stale,
         newer=newer,
     )

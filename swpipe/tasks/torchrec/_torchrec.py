@@ -21,14 +21,6 @@ TESTED = "{}.{} to {}.{}".format(*FIRST, *LAST)
 NEWEST = "torchrec=={}.{}.*".format(*LAST)
 
 
-def installed_version(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def check_version(version: str | None) -> None:
     """Raise ImportError for a missing TorchRec; warn if the tests do not run on its version."""
     if version is None:
@@ -48,7 +40,9 @@ def check_version(version: str | None) -> None:
 
 
 # Before the imports, so that a missing TorchRec gives the message above and not that of import.
-VERSION = installed_version("torchrec")
+VERSION: str | None = None
+with suppress(metadata.PackageNotFoundError):
+    VERSION = metadata.version("torchrec")
 if VERSION is None:
     check_version(VERSION)
 
@@ -155,10 +149,3 @@ def torchrec_class(name: str) -> Any:
     """Return a pipeline class of the installed TorchRec, or None if there is none of that name."""
     known = (vars(module) for module in pipeline_modules)
     return next((names[name] for names in known if name in names), None)
-
-
-def describe() -> str:
-    """Return the installed versions in one line."""
-    versions = {name: installed_version(name) for name in ("fbgemm-gpu", "fbgemm-gpu-cpu")}
-    fbgemm = [f"{name} {version}" for name, version in versions.items() if version]
-    return f"torchrec {VERSION} (tested: {TESTED}), {(fbgemm or ['no fbgemm'])[0]}"

@@ -115,6 +115,13 @@ def test_a_prefetch_waits_for_what_updates_tables(one_backward: bool, last: str)
     assert {*plan.same_period_deps} == {(PREFETCH, last), (EMBED_BACK, PREFETCH)}
 
 
+@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("semi_sync")])
+def test_a_look_up_waits_for_what_the_batch_before_updates(name: str) -> None:
+    """Its backward and its step, by dependences, so that no other order of a planner's differs."""
+    waits = {(EMBED, EMBED_BACK, 1), (EMBED, STEP, 1)}
+    assert waits <= {*ALL[name]().cross_iter_deps}
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_inputs_are_computed_directly_before_their_exchange(name: str) -> None:
     """They are in the same stage, on the same stream; the rest of the plan does not change."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -181,6 +181,22 @@ def _after_a_failure(pipeline_of: Any) -> list[str]:
 def test_a_batch_that_failed_leaves_no_gradients(two_ranks: Ranks, pipeline_of: Any) -> None:
     """Their reductions end after it; they are not added to the next batch's gradients."""
     assert two_ranks.run(_after_a_failure, pipeline_of) == [[], []]
+
+
+def _late() -> list[str]:
+    """What differs in a training of which each reduction ends when it is waited for."""
+    outcomes = []
+    for reductions in (nullcontext, late_reductions):
+        model = _model()
+        pipeline = TrainPipelineFusedSparseDist(model, dense_optimizer(Job(), model), CPU)
+        with reductions():
+            outcomes.append(Outcome(to_the_end(pipeline, batches(3)), everything(model)))
+    return outcomes[1].differences(outcomes[0])
+
+
+def test_a_step_waits_for_its_reductions(two_ranks: Ranks) -> None:
+    """However late these are, it has the gradients of all ranks."""
+    assert two_ranks.run(_late) == [[], []]
 
 
 def _replayed() -> bool:

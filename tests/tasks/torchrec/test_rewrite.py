@@ -14,9 +14,7 @@ from torch import nn
 from swpipe.device import CpuDevice
 from swpipe.tasks.torchrec import (
     RewriteError,
-    SparseDistTasks,
     TrainPipelineSparseDist,
-    TrainStep,
 )
 from swpipe.tasks.torchrec.rewriting.inputs import TracedArguments, named_input
 from swpipe.tasks.torchrec.rewriting.rewrite import Rewrite
@@ -41,8 +39,6 @@ from tests.tasks.torchrec.trial import (
     refusal,
     to_the_end,
 )
-
-_BRANCH = kinds.branches.__code__.co_firstlineno + 2
 
 
 @dataclass
@@ -106,8 +102,7 @@ def _refused_two_ids(**options: Any) -> str:
         (kinds.calls_twice, "tables.0: it is called 2 times in one forward"),
         (kinds.permutes, "tables.0: its input (permute) is computed in the forward"),
         (kinds.leaves_out, "tables.1: the forward never calls it"),
-        (kinds.branches, "torch.fx cannot trace the forward of Computes at "),
-        (kinds.branches, f"{kinds.__file__}:{_BRANCH}, `if batch.labels.sum() < 0:` (symbolically"),
+        (kinds.branches, "torch.fx cannot trace the forward of Computes (symbolically"),
     ],
 )
 def test_a_module_that_cannot_be_pipelined_is_named(
@@ -196,10 +191,3 @@ def test_a_model_without_sharded_modules_is_told() -> None:
     """There is nothing to pipeline."""
     with pytest.raises(RewriteError, match="Linear has no sharded module"):
         Rewrite(nn.Linear(1, 1), CpuDevice())
-
-
-def test_a_missing_process_group_is_told() -> None:
-    """The error comes before anything is done to the model."""
-    layer = nn.Linear(1, 1)
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        SparseDistTasks(layer, TrainStep([torch.optim.SGD(layer.parameters())]))

@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -153,17 +154,17 @@ class PrefetchedBatches:
             self.finish_backward()
 
 
+@dataclass(frozen=True)
 class _Table:
     """One table, or a group of tables, with its queue."""
 
-    def __init__(self, name: str, module: Any) -> None:
-        self.module = module
-        self._name = name
+    name: str
+    module: Any
 
     def check_empty(self) -> None:
         if states := len(self.module._prefetch_states):
             raise RuntimeError(
-                f"module {self._name!r} ({type(self.module).__name__}) holds {states} prefetched "
+                f"module {self.name!r} ({type(self.module).__name__}) holds {states} prefetched "
                 "batches of another pipeline, and would look them up in place of this one's: let "
                 "the other one finish first, or clear the queue"
             )
@@ -287,7 +288,7 @@ def _find(modules: Mapping[str, nn.Module]) -> Iterator[_Table]:
                 yield _Table(name, module)
                 continue
             package = type(module).__module__.partition(".")[0]
-            if package == "dynamicemb" and callable(getattr(module, "prefetch", None)):
+            if package == "dynamicemb" and hasattr(module, "prefetch"):
                 raise RewriteError(
                     f"module {name!r} has a {type(module).__name__} of dynamicemb without the "
                     "queue of prefetched batches, _prefetch_states, which has to be balanced: "

@@ -181,8 +181,7 @@ class Releases:
                 # done.
                 self._device.hold([features], [self._device.current_stream()])
                 _empty(features, gone)
-        computed = () if context.computed is None else context.computed.calls.values()
-        for call in (*context.inputs.values(), *computed):
+        for call in (*context.inputs.values(), *context.computed.calls.values()):
             call.forget(gone)
 
 

@@ -29,8 +29,11 @@ class TableState:
 
     def __init__(self, modules: Mapping[str, nn.Module], given: CaptureRestore | None) -> None:
         # Even without the user's functions the object is made, so that capturing can be refused.
-        self._hidden = [] if given else [name for name in modules if _hides_rows(modules[name])]
-        self._modules = modules
+        self._hidden = [
+            f"{name} ({type(module).__name__})"
+            for name, module in modules.items()
+            if given is None and _hides_rows(module)
+        ]
         self._given = given
 
     def __bool__(self) -> bool:
@@ -44,11 +47,10 @@ class TableState:
             RuntimeError: There is no function to capture the rows.
         """
         if self._given is None:
-            tables = ", ".join(f"{n} ({type(self._modules[n]).__name__})" for n in self._hidden)
             raise RuntimeError(
-                f"the rows of {tables} lie in no parameter or buffer, so they would be trained and "
-                "not restored: give TaskOptions(tables_state=(capture, restore)), functions "
-                "that return all rows of this rank and put them back"
+                f"the rows of {', '.join(self._hidden)} lie in no parameter or buffer, so they "
+                "would be trained and not restored: give TaskOptions(tables_state=(capture, "
+                "restore)), functions that return all rows of this rank and put them back"
             )
         return {"rows": self._given[0]()}
 

@@ -5,15 +5,14 @@ Source: seed sections 5, 7.3 and 8.3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec.hstu_config import hstu_config
 from swpipe.plans.torchrec.hstu_schedule import PREFETCH, TASKS, hstu_plan, hstu_schedule
-from swpipe.tasks.torchrec.pipelines.named import Form, In, Out
+from swpipe.tasks.torchrec.pipelines.named import In, Out
 from swpipe.tasks.torchrec.pipelines.pipeline_factory import PipelineFactory
 from swpipe.tasks.torchrec.pipelines.refused_arguments import arguments
 from swpipe.tasks.torchrec.recsys_examples.jagged import KEYWORDS, JaggedPipeline
@@ -83,7 +82,8 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
             ``thread_map`` give threads; others as for ``JaggedPipeline``.
     """
 
-    form = Form(left=1, kind="ahead")
+    _kind = "ahead"
+    _left = 1
 
     arguments = arguments(
         {},
@@ -101,8 +101,9 @@ class HSTUPipeline(JaggedPipeline[In, Out]):
         },
     )
 
-    def _take(self, given: Mapping[str, Any]) -> None:
-        super()._take(given)
+    def _take(self) -> None:
+        super()._take()
+        given = self._given
         # The plan is made with the arguments, before the model is rewritten, so that an error in
         # them leaves the model as it was.
         config = hstu_config(given["schedule_config"], TASKS)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, Unpack
 
 import torch
 from torch import nn
@@ -33,9 +33,10 @@ from torch import nn
 from swpipe.core.plan import PipelinePlan
 from swpipe.device import Device
 from swpipe.distributed import EvenIterator, UnevenDataError, batches_left
-from swpipe.pipeline import SWPipeline, check_idle
+from swpipe.inference.early_changes import runs_early
+from swpipe.pipeline import PipelineOptions, SWPipeline, check_idle
 from swpipe.plans.torchrec import sparse_dist as plans
-from swpipe.tasks.torchrec.pipelines.mid_flight import check_saving, refusal_to_others, runs_early
+from swpipe.tasks.torchrec.pipelines.mid_flight import check_saving, refusal_to_others
 from swpipe.tasks.torchrec.pipelines.pipeline_factory import PipelineFactory
 from swpipe.tasks.torchrec.rewriting.rewrite import RewriteReport
 from swpipe.tasks.torchrec.step.task_options import TaskOptions
@@ -56,8 +57,8 @@ class Pass(Iterator[Any]):
     ``keep_back`` batches are read ahead and dropped at the end of the data, which implements
     ``execute_all_batches=False``. At most ``limit`` batches are handed out; the rest stay in the
     iterator. A pass that is ``stopped`` reads no further and hands out the batches that it has
-    read. An error of the iterator is raised at its position among the batches. ``pull``, if given,
-    is called with the iterator for each batch, in place of ``next``.
+    read. An error of the iterator is raised at its position among the batches. ``pull`` is called
+    with the iterator for each batch.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Pass(Iterator[Any]):
         *,
         keep_back: int = 0,
         limit: int | None = None,
-        pull: Callable[[Iterator[Any]], Any] | None = None,
+        pull: Callable[[Iterator[Any]], Any] = next,
     ) -> None:
         self.source = source
         self.stopped = False
@@ -85,8 +86,8 @@ class Pass(Iterator[Any]):
         over = self.stopped or self.ended or self._errors
         while not over and len(self._kept) <= self._keep_back:
             try:
-                batch = next(self.source, None) if self._pull is None else self._pull(self.source)
-            except StopIteration:  # raised by `pull`; next() returns None
+                batch = self._pull(self.source)
+            except StopIteration:
                 batch = None
             except Exception as error:  # noqa: BLE001 - raised after the batches before it
                 self._errors.append(error)
@@ -112,7 +113,7 @@ class Pass(Iterator[Any]):
 
     def batches_left(self) -> int | None:
         """Return how many batches this pass will hand out, or None if that is unknown."""
-        left = batches_left(self.source) if self._pull is None else None
+        left = batches_left(self.source) if self._pull is next else None
         if left is None or self.stopped or self.ended:
             return None
         left = max(0, left + len(self._kept) - self._keep_back)
@@ -304,13 +305,12 @@ class SparseDistPipeline(PassPipeline):
     Args:
         tasks: The tasks of the step.
         plan: The plan. ``InputPostproc`` is added if the tasks include it and the plan does not.
-        stall_timeout_s: Seconds without progress after which ``StallError`` is raised; None: never.
-        seed: Seed of a random model's draws; None for ``torch.initial_seed()``.
-        check_data: Whether the ranks agree on the end of their data: once per pass if all ranks
-            know how many batches they have, otherwise at each pull. Each batch is then pulled one
-            step before it enters the pipeline, except under a serial plan. Without the check, a
-            rank whose data ends first leaves the other ranks waiting in a collective.
         run_ahead: How far the host may launch ahead of the device, as for ``PipelinePlan``.
+        options: Options of ``SWPipeline``, such as ``seed`` and ``stall_timeout_s``. Unless
+            ``check_data=False`` is given, the ranks agree on the end of their data: once per pass
+            if all ranks know how many batches they have, otherwise at each pull. Each batch is then
+            pulled one step before it enters the pipeline, except under a serial plan. Without the
+            check, a rank whose data ends first leaves the other ranks waiting in a collective.
     """
 
     def __init__(
@@ -318,25 +318,17 @@ class SparseDistPipeline(PassPipeline):
         tasks: SparseDistTasks,
         plan: PipelinePlan,
         *,
-        stall_timeout_s: float | None = 600.0,
-        seed: int | None = None,
-        check_data: bool = True,
         run_ahead: int | None = None,
+        **options: Unpack[PipelineOptions],
     ) -> None:
         self.tasks = tasks
         if tasks.options.pipeline_postproc and plans.POSTPROC not in plan.schedule:
             plan = plans.with_postproc(plan)
         if run_ahead is not None:
             plan = replace(plan, run_ahead=run_ahead)
-        self.pipe = SWPipeline(
-            plan,
-            plan.tasks or tasks.tasks(),
-            device=tasks.device,
-            stall_timeout_s=stall_timeout_s,
-            seed=seed,
-            mode=tasks.mode,
-            check_data=check_data,
-        )
+        options.setdefault("check_data", True)
+        options.setdefault("mode", tasks.mode)
+        self.pipe = SWPipeline(plan, plan.tasks or tasks.tasks(), device=tasks.device, **options)
         self._pass = None
         # If the plan reads tables before the period that returns the batch, loading other tables in
         # between would mix old and new rows in one batch.
@@ -477,7 +469,7 @@ def build(
     return SparseDistPipeline(tasks, plan(tasks), **own)
 
 
-_OPTIONS = {"stall_timeout_s", "seed", "check_data", "run_ahead"}
+_OPTIONS = {"run_ahead", *PipelineOptions.__annotations__}
 
 
 def lean(make: Callable[..., PipelinePlan]) -> PlanFor:

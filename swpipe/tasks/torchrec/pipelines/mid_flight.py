@@ -17,6 +17,7 @@ from torch import Tensor
 
 from swpipe.core.messages import listed
 from swpipe.core.plan import PipelinePlan
+from swpipe.inference.early_changes import runs_early
 from swpipe.pipeline import SWPipeline
 from swpipe.tasks.torchrec._torchrec import PLAIN_TABLES
 from swpipe.tasks.torchrec.embedding_tables.table_state import table_parts
@@ -30,27 +31,19 @@ WITHOUT_STATE = (type(None), IdentityShuffler, KarmarkarKarpShuffler)
 """The types of shufflers that redistribute each batch independently of the batches before it."""
 
 
-def runs_early(plan: PipelinePlan, task: str) -> bool:
-    """Return whether a task runs before the period that returns its batch."""
-    last = max(schedule.stage for schedule in plan.schedule.values())
-    return plan.schedule[task].stage < last
-
-
 def check_saving(pipe: SWPipeline[Any], tasks: SparseDistTasks) -> None:
     """Raise an error if a run resumed from the current state would give different numbers.
 
     Raises:
         RuntimeError: The state cannot be saved now; the message gives the reason and what to do.
     """
-    if pipe.closed:
-        raise RuntimeError("a closed pipeline has dropped its batches: save before close()")
     if pipe.in_flight and (why := [*_by_plan(pipe), *_by_parts(pipe.plan, tasks)]):
         raise RuntimeError(
             f"batches are in flight ({pipe.in_flight}), and a run resumed from here would give "
             f"other numbers, as far as is known: {'; '.join(why)}. Call drain() before you save"
         )
     if not pipe.in_flight:
-        pipe.state_dict()  # raises if a failure has dropped batches
+        pipe.state_dict()  # raises if a failure or close() has dropped batches
     # Gradients that were accumulated lie in parameter.grad, which no state_dict saves.
     if rest := tasks.gradients.rest(pipe.state_dict(check=False)["next_iteration"]):
         raise RuntimeError(
@@ -95,11 +88,8 @@ def _by_plan(pipe: SWPipeline[Any]) -> Iterator[str]:
     if stale := pipe.plan.stale:
         yield f"the plan reads {listed(sorted(stale))} from before the update of the batch before"
     for task in pipe.tasks:
-        entry = pipe.plan.schedule[task.name]
         changed = sorted(io.state for io in task.io if io.state in SAVED and "w" in io.mode)
-        # On another thread, or in an earlier period, a batch in flight may have changed the state
-        # that is about to be saved.
-        if changed and (entry.thread_group != "default" or runs_early(pipe.plan, task.name)):
+        if changed and runs_early(pipe.plan, task.name):
             yield f"{task.name!r} changes {listed(changed)} ahead"
 
 

@@ -1,11 +1,11 @@
-"""TorchRec's pipelines under their own names, each a row of data (``Form``) on one class."""
+"""TorchRec's pipelines under their own names, each a few attributes of one class."""
 
 from __future__ import annotations
 
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -20,7 +20,6 @@ from swpipe.tasks.torchrec.embedding_tables.released import MemoryOptions
 from swpipe.tasks.torchrec.pipelines.drop_in import (
     PLANS,
     Pass,
-    PlanFor,
     SparseDistPipeline,
     lean,
     split,
@@ -36,30 +35,6 @@ from swpipe.tasks.torchrec.step.train_step import TrainStep
 
 In = TypeVar("In")
 Out = TypeVar("Out")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
-    """How swpipe implements one of TorchRec's pipeline classes.
-
-    Attributes:
-        plan: Makes the plan for the tasks. A class whose arguments influence the plan overrides
-            this.
-        kind: How the sharded modules are called.
-        alone: The kind on a single rank, if it differs from ``kind``.
-        left: How many batches ``execute_all_batches=False`` leaves at the end of the data.
-        zero_grad: The task in which TorchRec's class calls the optimizer's ``zero_grad``.
-        without_grad: When batches run without gradients: "always", in "eval" mode, or "never".
-        copies_apart: Whether batches are copied on a thread of their own.
-    """
-
-    plan: PlanFor = PLANS["jagged_sparse_dist"]
-    kind: Kind = "pipelined"
-    alone: Kind | None = None
-    left: int = 2
-    zero_grad: str | None = plans.EMBED
-    without_grad: Literal["always", "eval", "never"] = "never"
-    copies_apart: bool = False
 
 
 class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generic[In, Out]):  # type: ignore[misc]
@@ -86,7 +61,21 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     arguments: ClassVar[inspect.Signature | None] = None
 
     _original: ClassVar[type]  # TorchRec's class of the same name
-    form: ClassVar[Form]
+
+    # The following attributes say how swpipe implements a class of TorchRec's.
+    # Makes the plan for the tasks. A class whose arguments influence the plan overrides _plan().
+    _plan_for = staticmethod(PLANS["jagged_sparse_dist"])
+    # How the sharded modules are called; and on a single rank, if that differs.
+    _kind: ClassVar[Kind] = "pipelined"
+    _kind_alone: ClassVar[Kind | None] = None
+    # How many batches execute_all_batches=False leaves at the end of the data.
+    _left: ClassVar[int] = 2
+    # The task in which TorchRec's class calls the optimizer's zero_grad.
+    _zero_grad: ClassVar[str | None] = plans.EMBED
+    # When batches run without gradients.
+    _without_grad: ClassVar[Literal["always", "eval", "never"]] = "never"
+    # Whether batches are copied on a thread of their own.
+    _copies_apart: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -112,8 +101,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     # The batches that enqueue_batch has copied; None unless H2DAndShuffle is calling it.
     _copies: list[Any] | None = None
 
-    # Called with the iterator in place of next(), if a subclass overrides the pull of a batch.
-    _pull: Callable[[Iterator[In]], Any] | None = None
+    # Another function than next() if a subclass overrides the pull of a batch.
+    _pull: Callable[[Iterator[In]], Any] = next
 
     # The number of the batch before which _change_plan is called; None for never.
     _changes_at: int | None = None
@@ -127,8 +116,6 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
     ) -> None:
         # It sets the private _state, which TorchRec keeps for the recovery of a training run.
         torchrec_pipelines.TrainPipeline.__init__(self)
-        self._run_ahead = run_ahead
-        self._splits_forward = pipeline_forward
         # Overrides are found on the class, once: tasks are made from them in _build.
         own = type(self)
         self._overrides = {
@@ -140,14 +127,13 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
             self._pull = self._pulled
         signature = self.arguments or signature_of(self._original)
         given = bound(self, signature, args, kwargs)
-        self._given = given
+        self._given = {**given, "run_ahead": run_ahead, "pipeline_forward": pipeline_forward}
         self._model: nn.Module = given["model"]
         self._optimizer_given: torch.optim.Optimizer = given["optimizer"]
-        self._keep_back = 0 if given.get("execute_all_batches", True) else self.form.left
-        self._take(given)
+        self._take()
         self._build()
 
-    def _take(self, given: Mapping[str, Any]) -> None:
+    def _take(self) -> None:
         """Take the arguments that only this class has, before the model is rewritten."""
 
     # ----------------------------------------------------------------------- TorchRec's methods
@@ -311,20 +297,20 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         raise no_internal(self, name)
 
     def _has_grad(self) -> bool:
-        when = self.form.without_grad
+        when = self._without_grad
         return when == "never" or (when == "eval" and self._model.training)
 
     def _build(self) -> None:
         kind: Kind = "own"
-        # A single rank exchanges nothing, so a class may take a simpler kind there (Form.alone). A
-        # model without sharded modules runs as it is.
+        # A single rank exchanges nothing, so a class may take a simpler kind there. A model without
+        # sharded modules runs as it is.
         sharded = sharded_modules(unwrapped(self._model))
         if sharded:
             alone = dist.is_initialized() and dist.get_world_size() == 1
-            kind = (self.form.alone if alone else None) or self.form.kind
+            kind = (self._kind_alone if alone else None) or self._kind
             # The exchanges of several modules overlap each other. With one module, the second
             # backward of the split would cost more than the split hides.
-            if self._splits_forward and not alone and len(sharded) > 1:
+            if self._given["pipeline_forward"] and not alone and len(sharded) > 1:
                 kind = "split"
         options = replace(self._options(kind), functions=self._functions())
         if "copy_batch_to_gpu" in self._overrides and options.memory.enable_inplace_copy_batch:
@@ -333,9 +319,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
                 "(enable_inplace_copy_batch), which does not call it: leave the argument out, "
                 "and allocate and copy so in the override"
             )
-        self.tasks = SparseDistTasks(
-            self._model, self._step(), options, device=self._given["device"]
-        )
+        self.tasks = SparseDistTasks(self._model, self._step(), options, device=self._device)
         self._start()
 
     def _functions(self) -> dict[str, Callable[..., Any]]:
@@ -369,7 +353,7 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         return TaskOptions(
             forward=kind,
             strict=False,
-            zero_grad=self.form.zero_grad,
+            zero_grad=self._zero_grad,
             pipeline_postproc=self._given.get("pipeline_postproc", False) and kind != "own",
             memory=MemoryOptions.of(self._given),
         )
@@ -382,13 +366,13 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
             order = [name for name in plan.order if name != plans.COPY]
             order.insert(order.index(plans.DENSE) + 1, plans.COPY)
             plan = replace(plan, order=order)
-        if self.form.copies_apart or self._given.get("async_inplace_copy"):
+        if self._copies_apart or self._given.get("async_inplace_copy"):
             copied = replace(plan.schedule[plans.COPY], thread_group="copy")
             plan = replace(plan, schedule={**plan.schedule, plans.COPY: copied})
-        SparseDistPipeline.__init__(self, self.tasks, plan, run_ahead=self._run_ahead)
+        SparseDistPipeline.__init__(self, self.tasks, plan, run_ahead=self._given["run_ahead"])
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
-        return self.form.plan(tasks)
+        return self._plan_for(tasks)
 
     def _pulled(self, source: Iterator[In]) -> In | None:
         """Pull a batch with an override of ``_next_batch``."""
@@ -439,7 +423,8 @@ class NamedPipeline(SparseDistPipeline, torchrec_pipelines.TrainPipeline, Generi
         ends_at = self._changes_at
         # Below 0 after a state was loaded: progress() changes the plan before it pulls a batch.
         limit = None if ends_at is None else max(0, ends_at - self._done)
-        return Pass(source, keep_back=self._keep_back, limit=limit, pull=self._pull)
+        keep_back = 0 if self._given.get("execute_all_batches", True) else self._left
+        return Pass(source, keep_back=keep_back, limit=limit, pull=self._pull)
 
     def _at_stop(self) -> None:
         vars(self).get("batches", []).clear()
@@ -474,25 +459,25 @@ class TrainPipelineBase(NamedPipeline[In, Out]):
     new data after the end of an iterator. The model need not be sharded.
     """
 
-    form = Form(plan=lean(plans.copy_ahead), kind="own")
+    _plan_for = staticmethod(lean(plans.copy_ahead))
+    _kind = "own"
 
 
 class TrainPipelineSparseDist(NamedPipeline[In, Out]):
     """Counterpart of TorchRec's class, under the plan ``sparse_dist``."""
 
-    form = Form()
-
 
 class TrainPipelineSparseDistLite(TrainPipelineSparseDist[In, Out]):
     """Counterpart of TorchRec's class; only the copy of the next batch overlaps."""
 
-    form = Form(plan=lean(plans.copy_ahead))
+    _plan_for = staticmethod(lean(plans.copy_ahead))
 
 
 class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     """Counterpart of TorchRec's class, under the plan ``prefetch``."""
 
-    form = Form(plan=lean(plans.prefetch), kind="prefetch")
+    _plan_for = staticmethod(lean(plans.prefetch))
+    _kind = "prefetch"
 
 
 class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
@@ -503,13 +488,8 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
     the caller's stream, whatever ``emb_lookup_stream`` is.
     """
 
-    form = Form(plan=split, kind="split", alone="ahead")
-
-    def _take(self, given: Mapping[str, Any]) -> None:
-        if (stream := given["emb_lookup_stream"]) not in ("new", "current", "data_dist"):
-            raise ValueError(
-                f"emb_lookup_stream is {stream!r}: give 'new', 'current' or 'data_dist'"
-            )
+    _kind = "split"
+    _kind_alone = "ahead"
 
     def _options(self, kind: Kind) -> TaskOptions:
         # zero_grad hands the learning rates to fused tables, so its task decides which of them a
@@ -528,13 +508,13 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
 class TrainPipelineSparseDistT(TrainPipelineSparseDist[In, Out]):
     """Counterpart of TorchRec's class; batches are copied on a thread of their own."""
 
-    form = Form(copies_apart=True)
+    _copies_apart = True
 
 
 class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     """Counterpart of TorchRec's class: forward passes only, without gradients, in any mode."""
 
-    form = replace(TrainPipelineSparseDist.form, without_grad="always")
+    _without_grad = "always"
 
 
 class EvalPipelineFusedSparseDist(TrainPipelineFusedSparseDist[In, Out]):
@@ -544,7 +524,7 @@ class EvalPipelineFusedSparseDist(TrainPipelineFusedSparseDist[In, Out]):
     optimizer of the pipeline updates the tables.
     """
 
-    form = replace(TrainPipelineFusedSparseDist.form, without_grad="always")
+    _without_grad = "always"
 
     def _late(self) -> bool:
         return not self._given.get("enable_embedding_lookup_prefetch")
@@ -557,4 +537,4 @@ class TrainEvalHybridPipelineBase(TrainPipelineSparseDist[In, Out]):
     the end of the iterator, or call ``drain``.
     """
 
-    form = replace(TrainPipelineSparseDist.form, without_grad="eval")
+    _without_grad = "eval"

@@ -24,7 +24,7 @@ from swpipe.core.messages import in_ms
 from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec.pec_plan import pec
 from swpipe.tasks.torchrec.pipelines.drop_in import split
-from swpipe.tasks.torchrec.pipelines.named import Form, In, Out, TrainPipelineSparseDist
+from swpipe.tasks.torchrec.pipelines.named import In, Out, TrainPipelineSparseDist
 from swpipe.tasks.torchrec.rewriting.pec import Sizes, pec_tasks
 from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
 
@@ -66,12 +66,15 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
     pipeline.
     """
 
-    form = Form(plan=split, kind="split", alone="ahead", zero_grad=None)
+    _plan_for = staticmethod(split)
+    _kind = "split"
+    _kind_alone = "ahead"
+    _zero_grad = None
 
     trial_batches = 24
     """The number of batches in each trial, more than FILL + DRAIN; 0 for PEC without a trial."""
 
-    def _take(self, given: Mapping[str, Any]) -> None:
+    def _take(self) -> None:
         # The split plan is tried first: its step is the measure, and it works for any model.
         self._phase: Phase = "split" if self.trial_batches else "pec"
         self._changes_at = self.trial_batches or None
@@ -103,7 +106,7 @@ class TrainPipelinePEC(TrainPipelineSparseDist[In, Out]):
         # No step was measured if the batches were evaluated, or a state from beyond the trial was
         # loaded: the same plan is tried again.
         if steps:
-            self._ms[self._phase] = _slowest(median(steps), self._given["device"])
+            self._ms[self._phase] = _slowest(median(steps), self._device)
             if self._phase == "split" and self._collections(self.tasks):
                 self._phase = "pec"
             else:

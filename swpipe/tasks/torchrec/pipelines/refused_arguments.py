@@ -11,10 +11,7 @@ from collections.abc import Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any, Self
 
-from swpipe.tasks.torchrec._torchrec import torchrec_class, torchrec_pipelines
-
-_POSITIONAL = Parameter.POSITIONAL_OR_KEYWORD
-
+from swpipe.tasks.torchrec._torchrec import torchrec_pipelines
 
 REASONS = {
     "apply_jit": "modules are not scripted here: apply torch.jit.script to them before you shard "
@@ -68,21 +65,30 @@ def bound(
     # A newer TorchRec may have arguments that swpipe has never seen. They pass at their default,
     # whose behaviour they do not change. A signature of swpipe's own has known arguments only.
     known = (TAKEN if owner.arguments is None else given.keys()) - REASONS.keys()
-    others = [key for key in given if key not in known]
-    defaults = {key: signature.parameters[key].default for key in others}
     # By identity: comparing with == may run code of the argument, or fail for tensors.
-    refuse(owner, {key: given[key] for key in others if given[key] is not defaults[key]})
+    changed = {
+        key: value
+        for key, value in given.items()
+        if key not in known and value is not signature.parameters[key].default
+    }
+    refuse(owner, changed)
     return given
 
 
 def arguments(by_position: Mapping[str, Any], by_keyword: Mapping[str, Any]) -> Signature:
     """Return a signature of model, optimizer and device, then of these arguments with defaults."""
-    first = [Parameter(name, _POSITIONAL) for name in ("model", "optimizer", "device")]
-    first += [Parameter(name, _POSITIONAL, default=value) for name, value in by_position.items()]
-    rest = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in by_keyword.items()
-    ]
-    return Signature([*first, *rest])
+    required = dict.fromkeys(("model", "optimizer", "device"), Parameter.empty)
+    kinds = {
+        Parameter.POSITIONAL_OR_KEYWORD: {**required, **by_position},
+        Parameter.KEYWORD_ONLY: by_keyword,
+    }
+    return Signature(
+        [
+            Parameter(name, kind, default=default)
+            for kind, defaults in kinds.items()
+            for name, default in defaults.items()
+        ]
+    )
 
 
 def signature_of(kind: type) -> Signature:
@@ -141,14 +147,5 @@ class Elsewhere(torchrec_pipelines.TrainPipeline):  # type: ignore[misc]
         raise NotImplementedError(f"{name} has no counterpart in swpipe: {INSTEAD[name]}")
 
 
-def _made(name: str, instead: str) -> type[Elsewhere]:
-    # Made at run time, one class for each name, so that scripts can import the name and
-    # isinstance() and the message refer to it.
-    doc = f"Raises NotImplementedError when it is constructed: {instead}."
-    kind = type(name, (Elsewhere,), {"__doc__": doc, "__module__": __name__})
-    if (original := torchrec_class(name)) is not None:
-        original.register(kind)
-    return kind
-
-
-ELSEWHERE = {name: _made(name, instead) for name, instead in INSTEAD.items()}
+# Classes, so that scripts can import each name and use it in annotations and isinstance().
+ELSEWHERE = {name: type(name, (Elsewhere,), {}) for name in INSTEAD}

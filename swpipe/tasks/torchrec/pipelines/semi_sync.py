@@ -18,7 +18,7 @@ from swpipe.core.plan import PipelinePlan
 from swpipe.plans.torchrec import sparse_dist as plans
 from swpipe.tasks.torchrec._torchrec import DMPCollection
 from swpipe.tasks.torchrec.pipelines.drop_in import semi_sync
-from swpipe.tasks.torchrec.pipelines.named import Form, In, Out, TrainPipelineSparseDist
+from swpipe.tasks.torchrec.pipelines.named import In, Out, TrainPipelineSparseDist
 from swpipe.tasks.torchrec.step.task_set import SparseDistTasks
 from swpipe.tasks.torchrec.step.train_step import TrainStep
 
@@ -29,8 +29,15 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     ``strict`` has no effect: tables that the optimizer steps are always refused.
     """
 
-    # left=0: TorchRec's class trains on all batches, whatever execute_all_batches is.
-    form = Form(kind="split", alone="ahead", zero_grad=plans.STEP, left=0)
+    _kind = "split"
+    _kind_alone = "ahead"
+    _zero_grad = plans.STEP
+    # TorchRec's class trains on all batches, whatever execute_all_batches is.
+    _left = 0
+
+    # Two arguments, by ``__getattr__``.
+    _start_batch: int
+    _stash_gradients: bool
 
     def reset(self) -> None:
         """Drop the batches in flight and count batches from 0 again."""
@@ -40,7 +47,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, unless gradients are stashed or stale batches are in flight."""
-        if self._stale and self._stashes:
+        if self._stale and self._stash_gradients:
             raise RuntimeError(
                 "the gradients of the last batch are stashed for the next batch's step, and no "
                 "state_dict has them: save before start_batch, or train with stash_gradients=False"
@@ -62,19 +69,17 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     def _at_stop(self) -> None:
         super()._at_stop()
         # Gradients that a failed batch has left must not be added to the next batch's.
-        self.tasks.gradients.drop()
+        self.tasks.gradients.zero(self._done, trains=True)
 
-    def _take(self, given: Mapping[str, Any]) -> None:
-        start_batch = given["start_batch"]
-        interval = given["dmp_collection_sync_interval_batches"]
+    def _take(self) -> None:
+        start_batch = self._start_batch
+        interval = self._given["dmp_collection_sync_interval_batches"]
         if isinstance(self._model, DMPCollection) and interval and start_batch % interval:
             raise NotImplementedError(
                 f"start_batch={start_batch} is no multiple of dmp_collection_sync_interval_batches="
                 f"{interval}, which counts from there: give a multiple"
             )
-        self._start_batch: int = start_batch
-        self._stashes: bool = given["stash_gradients"]
-        if self._stashes and "_optimizer_step" in self._overrides:
+        if self._stash_gradients and "_optimizer_step" in self._overrides:
             raise NotImplementedError(
                 f"{type(self).__name__} overrides _optimizer_step, and stash_gradients=True steps "
                 "with the gradients of the batch before, which a step of the optimizer in the "
@@ -99,7 +104,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
 
     def _step(self) -> TrainStep:
         step = super()._step()
-        if not (self._stashes and self._stale):
+        if not (self._stash_gradients and self._stale):
             return step
         stashing: Any = _Stashing(self._optimizer_given, self._model)
         return replace(step, optimizers=[stashing])

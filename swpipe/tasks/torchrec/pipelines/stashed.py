@@ -37,7 +37,7 @@ class TrainPipelineSparseDistOptStash(TrainPipelineSparseDist[In, Out]):
     """
 
     # The split forward, since the copy back overlaps the embedding backward as a task of its own.
-    form = replace(TrainPipelineSparseDist.form, kind="split")
+    _kind = "split"
 
     def _plan(self, tasks: SparseDistTasks) -> PipelinePlan:
         # Nothing but OptimStep uses the state, so it leaves before the forward allocates. It comes
@@ -63,7 +63,7 @@ class TrainPipelineSparseDistEmbStash(TrainPipelineSparseDist[In, Out]):
     """
 
     # The split forward, so that nothing touches the tables between EmbForward and EmbBackward.
-    form = replace(TrainPipelineSparseDist.form, kind="split")
+    _kind = "split"
 
     _caches: ClassVar[bool] = False
     """Whether the caches of tables in host memory are moved too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from swpipe.pipeline import SWPipeline, check_idle
 from swpipe.tasks.torchrec.pipelines.drop_in import PLANS
-from swpipe.tasks.torchrec.pipelines.named import Form, In, NamedPipeline, Out
+from swpipe.tasks.torchrec.pipelines.named import In, NamedPipeline, Out
 from swpipe.tasks.torchrec.pipelines.pipeline_factory import PipelineFactory
 from swpipe.tasks.torchrec.pipelines.refused_arguments import arguments
 from swpipe.tasks.torchrec.rewriting.forwards import Kind
@@ -53,10 +53,10 @@ def _shuffler(given: Any, group: dist.ProcessGroup | None) -> Shuffler | None:
     if given is None:
         return None
     # Recognised by its methods, since recsys-examples is not imported.
-    if callable(getattr(given, "start", None)) and callable(getattr(given, "finish", None)):
+    if hasattr(given, "start") and hasattr(given, "finish"):
         ours: Shuffler = given
         return ours
-    if callable(getattr(given, "shuffle", None)):
+    if hasattr(given, "shuffle"):
         return _WholeShuffle(given, group)
     raise TypeError(
         f"batch_shuffler is a {type(given).__name__}: give one of recsys-examples, with "
@@ -107,18 +107,19 @@ class JaggedPipeline(NamedPipeline[In, Out]):
         KEYWORDS,
     )
 
-    def _take(self, given: Mapping[str, Any]) -> None:
+    def _take(self) -> None:
         # Megatron is not imported by swpipe. If the user's script has not imported it either, there
         # are no parallel groups.
         state = sys.modules.get("megatron.core.parallel_state")
         if state is not None and not state.model_parallel_is_initialized():
             state = None
         self._group = None if state is None else state.get_data_parallel_group()
-        self._shuffler = _shuffler(given["batch_shuffler"], self._group)
+        self._shuffler = _shuffler(self._given["batch_shuffler"], self._group)
         # With tensor parallelism, finish_grad_sync() of Megatron's wrapper does not reduce all
         # gradients: finalize_model_grads reduces the others.
         splits = state is not None and state.get_tensor_model_parallel_world_size() > 1
-        if splits and given["finalize"] is None and any(map(is_megatrons, self._model.modules())):
+        finalizes = self._given["finalize"] is not None
+        if splits and not finalizes and any(map(is_megatrons, self._model.modules())):
             raise ValueError(
                 "Megatron splits layers over ranks here, and some of their gradients are reduced "
                 "by finalize_model_grads alone: give the pipeline "
@@ -153,7 +154,7 @@ class JaggedPipeline(NamedPipeline[In, Out]):
             return None
         shuffler = self._shuffler or IdentityShuffler()
         ticket = shuffler.start(batch)
-        batch = batch.to(device=self._given["device"], non_blocking=True)
+        batch = batch.to(device=self._device, non_blocking=True)
         return shuffler.finish(batch, ticket)
 
 
@@ -166,19 +167,13 @@ def register_train_pipeline(name: str) -> Any:
     return TrainPipelineFactory.register(name)
 
 
-def _form(name: str, kind: Kind, left: int) -> Form:
-    """Return the form with the plan that ``PipelineFactory`` has under this name.
-
-    ``left`` is the number of batches that recsys-examples' class leaves at the end of the data.
-    """
-    return Form(plan=PLANS[name], kind=kind, left=left)
-
-
 @register_train_pipeline("jagged_none")
 class JaggedMegatronTrainNonePipeline(JaggedPipeline[In, Out]):
     """``jagged_none``: no overlap; the model is not rewritten, and may be called at any time."""
 
-    form = _form("jagged_sw_serial", "own", 1)
+    _plan_for = staticmethod(PLANS["jagged_sw_serial"])
+    _kind: ClassVar[Kind] = "own"
+    _left = 1
 
     arguments = arguments(
         {"batch_shuffler": None},
@@ -193,7 +188,8 @@ class SWSerialTrainPipeline(JaggedMegatronTrainNonePipeline[In, Out]):
     As in recsys-examples, it returns ([sum of all losses, their number], output) by default.
     """
 
-    form = _form("jagged_sw_serial", "split", 0)
+    _kind = "split"
+    _left = 0
     _reports = "reporting_loss"
 
     # The members below are read or called by scripts of recsys-examples, by these private names.
@@ -223,25 +219,28 @@ class SWSerialTrainPipeline(JaggedMegatronTrainNonePipeline[In, Out]):
 class JaggedMegatronTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_sparse_dist``: the copy and the exchange of ids overlap."""
 
-    form = _form("jagged_sparse_dist", "pipelined", 1)
+    _left = 1
 
 
 @register_train_pipeline("jagged_prefetch_sparse_dist")
 class JaggedMegatronPrefetchTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_prefetch_sparse_dist``: the prefetch of caches overlaps too."""
 
-    form = _form("jagged_prefetch_sparse_dist", "prefetch", 2)
+    _plan_for = staticmethod(PLANS["jagged_prefetch_sparse_dist"])
+    _kind = "prefetch"
 
 
 @register_train_pipeline("jagged_split_sparse_dist")
 class JaggedMegatronSplitTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_split_sparse_dist``, which recsys-examples does not have: the plan ``split``."""
 
-    form = _form("jagged_split_sparse_dist", "split", 2)
+    _plan_for = staticmethod(PLANS["jagged_split_sparse_dist"])
+    _kind = "split"
 
 
 @register_train_pipeline("jagged_semi_sync_sparse_dist")
 class JaggedMegatronSemiSyncTrainPipelineSparseDist(JaggedPipeline[In, Out]):
     """``jagged_semi_sync_sparse_dist``, which recsys-examples does not have: one batch stale."""
 
-    form = _form("jagged_semi_sync_sparse_dist", "split", 2)
+    _plan_for = staticmethod(PLANS["jagged_semi_sync_sparse_dist"])
+    _kind = "split"

@@ -50,14 +50,14 @@ class SparseDistContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
 
     Attributes:
         version: 1 tells TorchRec's code that each batch has a context of its own.
-        computed: The results of modules that ran ahead of the forward; None without any.
+        computed: The results of modules that ran ahead of the forward.
         inputs: The inputs of each module, which are exchanged.
         embeddings: Each module's embeddings, as awaitables.
         seams: The cut in the autograd graph at each module's embeddings.
     """
 
     version: int = 1
-    computed: PostprocResults | None = None
+    computed: PostprocResults = field(default_factory=PostprocResults)
     inputs: dict[str, CallInputs] = field(default_factory=dict)
     embeddings: dict[str, Any] = field(default_factory=dict)
     seams: dict[str, Seam] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class SparseDistContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
 
 
 class SparseForward(BaseForward):  # type: ignore[misc]
-    """Base class of the replacements; ``replayed`` says that another batch's exchange is used."""
+    """Base class of the replacements; the model runs on the batch of ``iteration``."""
 
     # Looks up in place of the module's own method, if it is not None.
     compute: Callable[[Any, Any], Any] | None = None
@@ -80,7 +80,6 @@ class SparseForward(BaseForward):  # type: ignore[misc]
     prefetches = False
     looks_up_ahead = False
     iteration = 0
-    replayed = False
 
     def __init__(self, name: str, args: Any, module: Any, device: Device) -> None:
         # The context is set for each batch, by Rewrite.use. TorchRec's initialiser sets _device to
@@ -116,8 +115,9 @@ class SparseForward(BaseForward):  # type: ignore[misc]
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a call with an input other than the exchanged one."""
         inputs = self._context.inputs.get(self._name)
-        # A replayed context has the inputs of another batch, so they cannot be compared.
-        if inputs is not None and not self.replayed and (why := inputs.mismatch(args, kwargs)):
+        # A shortcut replays the context of an earlier iteration, which has another batch's inputs.
+        own = self._context.index == self.iteration
+        if inputs is not None and own and (why := inputs.mismatch(args, kwargs)):
             raise inputs.refusal(
                 f"module {self._name!r}: its input {self._args} was exchanged between the "
                 "ranks ahead of the forward",

@@ -24,22 +24,18 @@ from __future__ import annotations
 
 import inspect
 import operator
-import traceback
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from swpipe.tasks.torchrec._torchrec import (
-    KeyedJaggedTensor,
     ShardedModule,
     Tracer,
     get_leaf_module_names,
@@ -219,8 +215,7 @@ def traced_inputs(
         RewriteError: The forward cannot be traced.
     """
     try:
-        tracer = _Tracer if postproc else Tracer
-        graph = tracer(get_leaf_module_names(model)).trace(model)
+        graph = _Tracer(get_leaf_module_names(model)).trace(model)
     except Exception as error:
         raise RewriteError(_untraced(model, error)) from error
     finder = _Finder(model, graph.nodes, postproc=postproc)
@@ -229,7 +224,7 @@ def traced_inputs(
 
 
 def _untraced(model: nn.Module, error: Exception) -> str:
-    """Return why the forward cannot be traced, at which line, and what to do."""
+    """Return why the forward cannot be traced, and what to do."""
     compiled = [
         repr(name) if name else "the model"
         for name, module in model.named_modules()
@@ -241,16 +236,8 @@ def _untraced(model: nn.Module, error: Exception) -> str:
             "and holds sharded modules: call .compile() of the module instead, which compiles it "
             "in place, or compile modules that hold none"
         )
-    # The last frame outside of swpipe, torch and TorchRec is the user's line that failed.
-    frames = traceback.extract_tb(error.__traceback__)
-    homes = (__file__, torch.__file__, inspect.getfile(KeyedJaggedTensor))
-    libraries = tuple(
-        f"{Path(file).parents[up]}/" for file, up in zip(homes, (3, 0, 1), strict=True)
-    )
-    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
-    at = f" at {own[-1].filename}:{own[-1].lineno}, `{own[-1].line}`" if own else ""
     return (
-        f"torch.fx cannot trace the forward of {type(model).__name__}{at} ({error}). Keep control "
+        f"torch.fx cannot trace the forward of {type(model).__name__} ({error}). Keep control "
         "flow that depends on data out of the modules that hold sharded ones (what holds none "
         'is not traced), or give find="direct" if each sharded module is called once, with an '
         "attribute of the batch as it is"

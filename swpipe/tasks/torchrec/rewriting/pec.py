@@ -22,7 +22,7 @@ features.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -232,7 +232,6 @@ class PecModule:
     def update_deferred(self, ctx: IterContext) -> None:
         """Update the rows of the batch before that this batch does not use."""
         self._update(self._deferred)
-        self._deferred = []
 
     def start_backward(self, ctx: IterContext) -> None:
         """Send the gradients of rows that the next batch uses, and keep the other gradients."""
@@ -251,21 +250,17 @@ class PecModule:
             if gradient is None:
                 gradient = torch.zeros_like(merged)
             # Gradients take the way of the ids: to the rank that holds the row.
-            first, second = (
+            shares = [
                 Sent(batch, number, part, gradient.index_select(0, part.order)) for part in parts
-            )
-            batch.sent.append(self._started(first, 0))
-            if batch.backward is None:
-                batch.sent.append(self._started(second, 0))
-            else:
-                self._deferred.append(second)
+            ]
+            if batch.backward is not None:
+                self._deferred.append(shares.pop())
+            batch.sent += [self._started(share, 0) for share in shares]
         batch.merged.clear()
 
     def update(self, ctx: IterContext) -> None:
         """Update the rows that the next batch uses."""
-        batch: Batch = ctx.pec[self.name]
-        self._update(batch.sent)
-        batch.sent = []
+        self._update(ctx.pec[self.name].sent)
 
     def _started(self, share: Sent, which: int) -> Sent:
         dim = self._dims[share.group]
@@ -281,8 +276,8 @@ class PecModule:
         self._count(share.part.got, share.group, which)
         return share._replace(gradient=got, work=work)
 
-    def _update(self, sent: Iterable[Sent]) -> None:
-        """Wait for gradients and update their rows with the rate of their batch's look-up."""
+    def _update(self, sent: list[Sent]) -> None:
+        """Wait for gradients, update their rows with the rate of their look-up, and forget them."""
         # Imported here, since TorchRec before 1.8 is supported without PEC.
         from torchrec.distributed.comm_ops import get_gradient_division
 
@@ -314,6 +309,7 @@ class PecModule:
                 rows = self.inner._lookups[share.group](features)
                 rows.view_as(ordered).backward(ordered)
             set_rates([self.module], before)
+        sent.clear()
 
     def _count(self, rows: Sequence[int], group: int, which: int) -> None:
         """Count the bytes that come from other ranks, at 4 bytes per value."""

@@ -35,7 +35,7 @@ class PostprocResults:
     arguments, as all modules have left them.
     """
 
-    iteration: int
+    iteration: int | None = None
     values: dict[str, Any] = field(default_factory=dict)
     calls: dict[str, CallInputs] = field(default_factory=dict)
     autocast: tuple[bool, torch.dtype] | None = None
@@ -44,12 +44,12 @@ class PostprocResults:
 class PostprocForward:
     """The replaced forward of a module that is computed ahead.
 
-    ``results`` belong to the batch on which the model runs; they are None outside of the model's
-    forward. ``checks`` is false for results that a shortcut replays.
+    ``results`` are those for the batch of ``iteration``, on which the model runs; they are None
+    outside of the model's forward.
     """
 
     results: PostprocResults | None = None
-    checks = False
+    iteration = 0
 
     def __init__(self, name: str, args: TracedArguments, module: nn.Module, device: Device) -> None:
         self.name = name
@@ -94,7 +94,7 @@ class PostprocForward:
                 f"module {self.name!r} is called outside of its pipeline, which computes its "
                 "results ahead of the forward: detach() the model first, attach() it after"
             )
-        if self.checks:
+        if results.iteration == self.iteration:  # otherwise a shortcut replays the results
             call = results.calls[self.name]
             if why := call.mismatch(args, kwargs):
                 raise call.refusal(f"{self._ahead()} of the forward", why)

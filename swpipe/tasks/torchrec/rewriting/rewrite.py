@@ -22,17 +22,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 
 from swpipe.device import Device
-from swpipe.tasks.torchrec._torchrec import (
-    describe,
-    fuse_input_dist_splits,
-    override_input_dist_forwards,
-)
+from swpipe.tasks.torchrec._torchrec import fuse_input_dist_splits, override_input_dist_forwards
 from swpipe.tasks.torchrec.embedding_tables.released import MARK, Releases
 from swpipe.tasks.torchrec.rewriting.awaitables import fused_splits
 from swpipe.tasks.torchrec.rewriting.exchanged import CallInputs
@@ -86,17 +82,16 @@ class ModuleReport:
 class RewriteReport:
     """The sharded modules that are pipelined, and the reasons why others are not.
 
-    ``modules`` has one entry per sharded module. ``torchrec`` names the installed versions.
-    ``computed`` has the modules that run ahead of the forward, with their inputs, in order.
+    ``modules`` has one entry per sharded module. ``computed`` has the modules that run ahead of the
+    forward, with their inputs, in order.
     """
 
     modules: tuple[ModuleReport, ...]
     found_by: Find
-    torchrec: str
     computed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        head = f"sharded modules, inputs found by {self.found_by}, {self.torchrec}:"
+        head = f"sharded modules, inputs found by {self.found_by}:"
         ahead = [f"  computed ahead: {call}" for call in self.computed]
         return "\n".join([head, *(f"  {module}" for module in self.modules), *ahead])
 
@@ -132,12 +127,12 @@ class Rewrite:
         # A cache that is filled on another stream needs the caller's, on which the model runs.
         self.home = device.current_stream()
         self._options = options
-        self._releases = Releases(options.memory, device) if options.memory else None
+        self._releases = Releases(options.memory, device)
         self._inner = unwrapped(model)
         self._undo = ExitStack()
         self._fused = False
         self.look_ups: dict[str, Callable[[Any, Any], Any]] = {}
-        self.others: tuple[ref[Rewrite], ...] = ()
+        self.others: WeakSet[Rewrite] = WeakSet()
         self.refusal: Callable[[bool], str] = lambda trains: ""
         self.sharded = sharded_modules(self._inner)
         # A DDP wrapper around such a module waits for these gradients in the dense backward, so the
@@ -198,7 +193,7 @@ class Rewrite:
             # unless is_pipelined is set.
             self._set(forward._module, "forward", forward)
             self._set(forward._module, "is_pipelined", True)
-            if self._releases is not None and self._releases.marks(forward._module):
+            if self._releases.marks(forward._module):
                 self._set(forward._module, MARK, True)
         for postproc in self.postprocs:
             self._set(postproc._module, "forward", postproc)
@@ -214,9 +209,8 @@ class Rewrite:
 
     def check_others(self, trains: bool) -> None:
         """Raise RuntimeError if batches in flight in another pipeline of the model forbid it."""
-        for other in self.others:
-            rewrite = other()
-            if rewrite is not None and (why := rewrite.refusal(trains)):
+        for rewrite in self.others:
+            if why := rewrite.refusal(trains):
                 raise RuntimeError(
                     f"another pipeline of this model has batches in flight, and {why}: call "
                     "drain() of that pipeline first"
@@ -226,21 +220,20 @@ class Rewrite:
         # Rewrites are registered per sharded module, so that rewrites of different wrappers of a
         # module meet too. The references are weak: a rewrite that was dropped has nothing in
         # flight. They are looked up at each attach: rewrites may have come or gone in the meantime.
-        sets = [_REWRITES.setdefault(module, WeakSet()) for module in self.sharded.values()]
-        others = {rewrite for rewrites in sets for rewrite in rewrites if rewrite is not self}
-        for rewrites in sets:
+        for module in self.sharded.values():
+            rewrites = _REWRITES.setdefault(module, WeakSet())
             rewrites.add(self)
-        self.others = tuple(map(ref, others))
+            self.others |= rewrites
+        self.others.discard(self)
         self.check_others(self._inner.training and torch.is_grad_enabled())
-        for rewrite in others:
+        for rewrite in self.others:
             rewrite.detach()
 
-    def compute(self, batch: Any, iteration: int) -> PostprocResults | None:
+    def compute(self, batch: Any, iteration: int) -> PostprocResults:
         """Run the modules that compute inputs, if any; the first batch calls ``prepare``."""
         if not self.attached:
             self._attach_first(batch)
-        postprocs = self.postprocs
-        return compute_ahead(postprocs, batch, iteration, self._device) if postprocs else None
+        return compute_ahead(self.postprocs, batch, iteration, self._device)
 
     def start(self, batch: Any, context: SparseDistContext) -> None:
         """Start the exchange of the sizes of one batch's ids; the first batch calls ``prepare``.
@@ -252,22 +245,19 @@ class Rewrite:
             self._attach_first(batch)
         # Results of modules that ran ahead are looked up by the name of the module, the batch by
         # "".
-        source = {BATCH: batch, **({} if context.computed is None else context.computed.values)}
+        source = {BATCH: batch, **context.computed.values}
         for forward in self.forwards:
             name = forward.name
             module = forward._module
             inputs = forward.args.values(source)
             # Noted before preprocess_input and input_dist, which may replace tensors of the input.
             context.inputs[name] = CallInputs(*inputs)
-            if self._releases is not None:
-                inputs = self._releases.lent(inputs)
-            args, kwargs = module.preprocess_input(*inputs)
+            args, kwargs = module.preprocess_input(*self._releases.lent(inputs))
             module_context = module.create_context()
             context.module_contexts[name] = module_context
             request = module.input_dist(module_context, *args, **kwargs)
             context.input_dist_splits_requests[name] = request
-        if self._releases is not None:
-            self._releases.started(context)
+        self._releases.started(context)
         # TorchRec's private _fuse_input_dist_splits groups the requests by process group, and fills
         # fused_splits_awaitables. Each of them is wrapped, so that a shortcut can wait again.
         fuse_input_dist_splits(context)
@@ -283,17 +273,13 @@ class Rewrite:
 
     def use(self, context: SparseDistContext, iteration: int) -> None:
         """Make the replaced forwards use this iteration's context."""
-        # A shortcut replays the context of an earlier iteration, which has another batch.
-        replayed = context.index != iteration
         for forward in self.forwards:
             forward.set_context(context)
             forward.iteration = iteration
-            forward.replayed = replayed
             forward.compute = self.look_ups.get(forward.name)
-        results = context.computed
         for postproc in self.postprocs:
-            postproc.results = results
-            postproc.checks = results is not None and results.iteration == iteration
+            postproc.results = context.computed
+            postproc.iteration = iteration
 
     def done(self) -> None:
         """Drop the results of modules that ran ahead of one batch's forward."""
@@ -314,8 +300,7 @@ class Rewrite:
 
         ``counting`` takes the ids and returns a block, in which each module prefetches.
         """
-        if self._releases is not None:
-            self._releases.sent(context)
+        self._releases.sent(context)
         # TorchRec's prefetch takes the stream of the look-up, so that rows are kept for it; None if
         # both run on the same stream.
         forward_stream = None if self._device.current_stream() == self.home else self.home
@@ -362,7 +347,7 @@ class Rewrite:
             for name, module in self.sharded.items()
         )
         computed = (f"{name}({arguments})" for name, arguments in traced.computed.items())
-        return RewriteReport(tuple(modules), self._options.find, describe(), tuple(computed))
+        return RewriteReport(tuple(modules), self._options.find, tuple(computed))
 
     def _find_inputs(self, batch: Any) -> Traced:
         # Inputs that the user names are not searched: the search may fail just for these modules.

@@ -39,14 +39,11 @@ class _Share(NamedTuple):
 def balanced_partition(workloads: Sequence[float], parts: int) -> list[list[int]]:
     """Return the rows of each of ``parts`` shares, ascending, counted from 0; deterministic.
 
+    The number of rows must be a multiple of ``parts``.
+
     Raises:
-        ValueError: The rows cannot be divided evenly, or a workload is not finite.
+        ValueError: A workload is not finite.
     """
-    if parts < 1 or len(workloads) % parts:
-        raise ValueError(
-            f"{len(workloads)} rows cannot be divided evenly among {parts} ranks: give every rank "
-            "equally many rows (a loader's drop_last=True does)"
-        )
     for row, work in enumerate(workloads):
         if not math.isfinite(work):
             raise ValueError(f"the workload of row {row} is {work}: workloads must be finite")

@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -48,55 +48,13 @@ class Route:
         Row r of rank k has the number k x (rows per rank) + r.
         """
         size = len(shares[rank])
-        first = rank * size
-        end = (rank + 1) * size
-        mine = [[row - first for row in share if first <= row < end] for share in shares]
-        received = [0] * len(shares)
-        for row in shares[rank]:
-            received[row // size] += 1
-        order = tuple(row for rows in mine for row in rows)
-        return cls(order, [len(rows) for rows in mine], received)
-
-
-class _Jagged:
-    """A jagged tensor, with its lengths as [B, keys]."""
-
-    def __init__(self, value: JaggedTensor | KeyedJaggedTensor) -> None:
-        self.value = value
-        self.keys = len(value.keys()) if isinstance(value, KeyedJaggedTensor) else 1
-        self.lengths = value.lengths().view(self.keys, -1).t().contiguous()
-
-    def send(self, route: Route, lengths: Tensor, group: Group) -> JaggedTensor | KeyedJaggedTensor:
-        """Exchange the rows; return the tensor of the new rows, with these lengths [B, keys]."""
-        order = _index(route.order, lengths)
-        sent = torch.split(self.lengths.sum(1)[order], route.sent)
-        received = torch.split(lengths.sum(1), route.received)
-        # The sizes of the exchange are needed on the host. One copy for both directions waits once.
-        counts = torch.stack([rows.sum() for rows in (*sent, *received)]).tolist()
-        counts_out = counts[: len(sent)]
-        counts_in = counts[len(sent) :]
-        # Values lie by key, then row. For the exchange they are ordered by row, so that each rank's
-        # rows are contiguous, and on arrival they are ordered by key again.
-        by_key = torch.arange(lengths.numel(), device=lengths.device).view(self.keys, -1)
-        outward = _segments(self.value.lengths(), by_key[:, order].t())
-        arrived = lengths.flatten()
-        inward = _segments(arrived, by_key.view(-1, self.keys).t())
-
-        def move(values: Tensor | None) -> Tensor | None:
-            if values is None:
-                return None
-            return _all_to_all(values[outward], counts_out, counts_in, group)[inward]
-
-        values = move(self.value.values())
-        weights = move(self.value.weights_or_none())
-        by_row = lengths
-        lengths = lengths.t().flatten()
-        if isinstance(self.value, JaggedTensor):
-            return JaggedTensor(values, weights, lengths=lengths)
-        # Without keys, the number of rows cannot be derived from the lengths.
-        stride = len(by_row) if self.keys else self.value.stride()
-        keys = self.value.keys()
-        return KeyedJaggedTensor(keys, values, weights, lengths=lengths, stride=stride)
+        mine = [[row % size for row in share if row // size == rank] for share in shares]
+        homes = [row // size for row in shares[rank]]
+        return cls(
+            tuple(row for rows in mine for row in rows),
+            [len(rows) for rows in mine],
+            [homes.count(home) for home in range(len(shares))],
+        )
 
 
 def exchange_rows(batch: Any, route: Route, group: Group = None) -> Any:
@@ -109,41 +67,75 @@ def exchange_rows(batch: Any, route: Route, group: Group = None) -> Any:
     Raises:
         ValueError: A tensor of the batch has a different number of rows.
     """
-    # The first pass collects the tensors, in a fixed order; the second one puts the new tensors in
+    # The first walk collects the tensors, in a fixed order; the second one puts the new tensors in
     # their places, in the same order.
     parts: list[Any] = []
-
-    def note(part: Any) -> Any:
-        parts.append(part)
-        return part
-
-    _mapped(batch, "batch", len(route.order), note)
+    rows = len(route.order)
+    _mapped(batch, "batch", rows, parts.append)
     if not parts:
         return batch
-    pieces = [part if isinstance(part, Tensor) else _Jagged(part) for part in parts]
-    columns = [piece if isinstance(piece, Tensor) else piece.lengths for piece in pieces]
-    arrived = _exchange_columns(columns, route, group)
-    fresh = (
-        rows if isinstance(piece, Tensor) else piece.send(route, rows, group)
-        for rows, piece in zip(arrived, pieces, strict=True)
-    )
-    return _mapped(batch, "batch", len(route.order), lambda _: next(fresh))
-
-
-def _exchange_columns(columns: Sequence[Tensor], route: Route, group: Group) -> list[Tensor]:
-    rows = len(route.order)
+    columns = [part if isinstance(part, Tensor) else _lengths(part) for part in parts]
+    order = torch.tensor(route.order, dtype=torch.int64, device=columns[0].device)
     # Columns of all types are exchanged as one table of bytes, which takes one collective.
     widths = [column.element_size() * math.prod(column.shape[1:]) for column in columns]
     as_bytes = [
         column.detach().contiguous().flatten().view(torch.uint8).view(rows, width)
         for column, width in zip(columns, widths, strict=True)
     ]
-    table = torch.cat(as_bytes, dim=1)[_index(route.order, columns[0])]
-    arrived = _all_to_all(table, route.sent, route.received, group)
-    return [
-        part.clone().flatten().view(column.dtype).view(column.shape)
-        for part, column in zip(torch.split(arrived, widths, dim=1), columns, strict=True)
-    ]
+    table = torch.cat(as_bytes, dim=1)[order]
+    arrived = torch.split(_all_to_all(table, route.sent, route.received, group), widths, dim=1)
+
+    def fresh() -> Iterator[Any]:
+        for part, column, new in zip(parts, columns, arrived, strict=True):
+            own = new.clone().flatten().view(column.dtype).view(column.shape)
+            if isinstance(part, Tensor):
+                yield own
+            else:
+                yield _exchange_jagged(part, own, order, route, group)
+
+    pieces = fresh()
+    return _mapped(batch, "batch", rows, lambda _: next(pieces))
+
+
+def _lengths(jagged: JaggedTensor | KeyedJaggedTensor) -> Tensor:
+    """Return the lengths as [B, keys]."""
+    keys = len(jagged.keys()) if isinstance(jagged, KeyedJaggedTensor) else 1
+    lengths: Tensor = jagged.lengths()
+    return lengths.view(keys, -1).t().contiguous()
+
+
+def _exchange_jagged(
+    jagged: JaggedTensor | KeyedJaggedTensor,
+    lengths: Tensor,
+    order: Tensor,
+    route: Route,
+    group: Group,
+) -> JaggedTensor | KeyedJaggedTensor:
+    """Exchange the values; return the tensor of the new rows, with these lengths [B, keys]."""
+    sent = torch.split(_lengths(jagged).sum(1)[order], route.sent)
+    received = torch.split(lengths.sum(1), route.received)
+    # The sizes of the exchange are needed on the host. One copy for both directions waits once.
+    counts = torch.stack([rows.sum() for rows in (*sent, *received)]).tolist()
+    counts_out = counts[: len(sent)]
+    counts_in = counts[len(sent) :]
+    # Values lie by key, then row. For the exchange they are ordered by row, so that each rank's
+    # rows are contiguous, and on arrival they are ordered by key again.
+    rows, keys = lengths.shape
+    by_key = torch.arange(lengths.numel(), device=lengths.device).view(keys, rows)
+    outward = _segments(jagged.lengths(), by_key[:, order].t())
+    inward = _segments(lengths.flatten(), by_key.view(rows, keys).t())
+
+    def move(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        return _all_to_all(values[outward], counts_out, counts_in, group)[inward]
+
+    values = move(jagged.values())
+    weights = move(jagged.weights_or_none())
+    lengths = lengths.t().flatten()
+    if isinstance(jagged, JaggedTensor):
+        return JaggedTensor(values, weights, lengths=lengths)
+    return KeyedJaggedTensor(jagged.keys(), values, weights, lengths=lengths, stride=rows)
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
@@ -162,10 +154,6 @@ def _segments(lengths: Tensor, order: Tensor) -> Tensor:
     before = taken.cumsum(0) - taken
     shift = torch.repeat_interleave(starts - before, taken)
     return shift + torch.arange(len(shift), device=shift.device)
-
-
-def _index(rows: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64, device=like.device)
 
 
 def _rows_of(value: Tensor | KeyedJaggedTensor | JaggedTensor, name: str) -> int:

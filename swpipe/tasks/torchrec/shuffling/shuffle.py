@@ -73,17 +73,12 @@ class KarmarkarKarpShuffler:
         timeout_s: Seconds to wait for the other ranks' workloads.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised.
+        ValueError: torch.distributed is not initialised: take ``IdentityShuffler`` on one process.
     """
 
     def __init__(
         self, workload: Workload, *, group: Group = None, timeout_s: float = 300.0
     ) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                "a Karmarkar-Karp shuffler exchanges rows between ranks, but torch.distributed is "
-                "not initialised: call init_process_group() first, or take IdentityShuffler"
-            )
         self._workload = workload
         self._group = group
         self._rank = dist.get_rank(group)
@@ -109,11 +104,26 @@ class KarmarkarKarpShuffler:
         if not work.is_cpu:
             copied = torch.Event(work.device)
             copied.record()
+        before = self._last
         route: Future[Route] = Future()
-        given = on_host, copied, self._last, route
+
+        def partition() -> None:
+            try:
+                # Gathers are collectives of one group, so on every rank they run in the order of
+                # the batches. Each thread waits for the thread of the batch before.
+                if before is not None:
+                    wait_for([before])
+                if copied is not None:
+                    # The copy to the host has ended only when its event has.
+                    copied.synchronize()
+                route.set_result(self._route(on_host))
+            except BaseException as error:  # noqa: BLE001 - raised by finish()
+                add_note(error, "swpipe: while workloads were gathered and rows assigned to ranks")
+                route.set_exception(error)
+
         # One thread per batch, which gathers and partitions. It is a daemon: a gather that waits
         # for a dead rank must not keep the process alive.
-        threading.Thread(None, self._partition, "swpipe-shuffle", given, daemon=True).start()
+        threading.Thread(target=partition, name="swpipe-shuffle", daemon=True).start()
         self._last = route
         return route
 
@@ -138,26 +148,6 @@ class KarmarkarKarpShuffler:
         # A gather that waits for a dead rank needs the group until its timeout.
         if self._last is None or not wait_for([self._last], timeout=1.0).not_done:
             dist.destroy_process_group(group)
-
-    def _partition(
-        self,
-        work: Tensor,
-        copied: torch.Event | None,
-        before: Future[Route] | None,
-        route: Future[Route],
-    ) -> None:
-        try:
-            # Gathers are collectives of one group, so on every rank they run in the order of the
-            # batches. Each thread waits for the thread of the batch before.
-            if before is not None:
-                wait_for([before])
-            if copied is not None:
-                # The copy to the host has ended only when its event has.
-                copied.synchronize()
-            route.set_result(self._route(work))
-        except BaseException as error:  # noqa: BLE001 - raised by finish()
-            add_note(error, "swpipe: while workloads were gathered and rows assigned to ranks")
-            route.set_exception(error)
 
     def _route(self, work: Tensor) -> Route:
         gathered = gather(work.tolist(), self._host_group)

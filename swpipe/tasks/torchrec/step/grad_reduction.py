@@ -49,7 +49,7 @@ def ddp_modules(model: nn.Module) -> Iterator[DistributedDataParallel]:
 
 def is_megatrons(module: nn.Module) -> bool:
     """Return whether a module is Megatron's wrapper, with a buffer of gradients."""
-    return callable(getattr(module, "zero_grad_buffer", None))
+    return hasattr(module, "zero_grad_buffer")
 
 
 class DeferredReduction:
@@ -188,11 +188,6 @@ class GradientFlow:
             self._step.zero_grad()
             for wrapper in self.megatrons:
                 wrapper.zero_grad_buffer()
-
-    def drop(self) -> None:
-        """Clear the gradients of a batch that failed, after its reductions have ended."""
-        self.reduction.finish()
-        self._step.zero_grad()
 
     def backward(self, iteration: int) -> AbstractContextManager[object]:
         """Return a block for the backward of a batch, in which gradients are not waited for."""

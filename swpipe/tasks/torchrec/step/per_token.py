@@ -40,16 +40,11 @@ def collective_assert(
     Raises:
         AssertionError: ``flag`` is false on some rank; the message says on which.
     """
-    if not dist.is_initialized():
-        passed = [bool(flag)]
-        ranks = [0]
-    else:
-        passed = gather(bool(flag), group)
-        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     # Every rank raises, also where its own flag is true: a rank that continued would wait for the
     # others in its next collective.
-    if places := [place for place, ok in enumerate(passed) if not ok]:
-        where = listed([str(ranks[place]) for place in places])
+    if places := [place for place, ok in enumerate(gather(bool(flag), group)) if not ok]:
+        ranks = places if group is None else [dist.get_global_rank(group, p) for p in places]
+        where = listed([*map(str, ranks)])
         raise AssertionError(f"{err_msg or 'collective_assert failed'} (on ranks {where})")
 
 
@@ -87,7 +82,7 @@ class PerToken:
         """Return the tokens of all ranks, or None if losses are counted instead; a collective."""
         if not self._by_batch:
             return None
-        if not callable(getattr(batch, "num_loss_tokens", None)):
+        if not hasattr(batch, "num_loss_tokens"):
             raise TypeError(
                 f"a {type(batch).__name__} has no num_loss_tokens(), a tensor with the number of "
                 "losses of this rank: add it, or give the pipeline returns='reporting_loss', which "

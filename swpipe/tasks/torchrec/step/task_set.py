@@ -30,7 +30,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from swpipe.core.context import IterContext
@@ -101,7 +100,6 @@ class SparseDistTasks:
 
     Raises:
         RewriteError: The model has no sharded module, and ``forward`` is not "own".
-        RuntimeError: There is no process group.
         ValueError: A scaler is given and tables are updated inside backward; the step does not suit
             Megatron's wrapper; or ``options.functions`` has a name that no task calls.
     """
@@ -114,11 +112,6 @@ class SparseDistTasks:
         *,
         device: Device | torch.device | str | None = None,
     ) -> None:
-        if options.forward != "own" and not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                "sharded modules exchange ids between ranks, and there is no process group: call "
-                "torch.distributed.init_process_group() first, under torchrun or with one rank"
-            )
         self.model = model
         self.step = step
         self.options = options
@@ -199,8 +192,9 @@ class SparseDistTasks:
 
     def start_input_dist(self, ctx: IterContext) -> None:
         """Start the exchange of the sizes of ids."""
-        computed = ctx.postproc if self.options.pipeline_postproc else None
-        ctx.pipeline = SparseDistContext(index=ctx.iter_idx, computed=computed)
+        ctx.pipeline = SparseDistContext(index=ctx.iter_idx)
+        if self.options.pipeline_postproc:
+            ctx.pipeline.computed = ctx.postproc
         self.functions["start_input_dist"](ctx.batch, ctx.pipeline)
 
     def wait_input_dist(self, ctx: IterContext) -> None:
@@ -232,10 +226,9 @@ class SparseDistTasks:
 
     def count_tokens(self, ctx: IterContext) -> None:
         """Count the tokens of all ranks, for a loss per token."""
-        if self.step.per_token is not None:
-            target = torch.device(self.device.name)
-            trains = self.trains()
-            ctx.tokens = self.step.per_token.count(ctx.batch, target) if trains else None
+        per_token: Any = self.step.per_token
+        target = torch.device(self.device.name)
+        ctx.tokens = per_token.count(ctx.batch, target) if self.trains() else None
 
     def dense_forward(self, ctx: IterContext) -> None:
         """Compute losses and output."""
@@ -292,9 +285,7 @@ class SparseDistTasks:
 
     def _use(self, ctx: IterContext) -> None:
         self.rewrite.use(ctx.pipeline, ctx.iter_idx)
-        # Asked here, since each call costs host time in every step.
-        if self.step.accumulate > 1:
-            self.gradients.set_reduction(ctx.iter_idx, trains=self.trains())
+        self.gradients.set_reduction(ctx.iter_idx, trains=self.trains())
 
     def _run_model(self, ctx: IterContext) -> None:
         # Kept in the context: the mode may change while the batch is in flight.

@@ -143,25 +143,25 @@ def gradients(tasks: Any, mode: Mode) -> DeclaredIO:
     A shortcut of the task restores them.
     """
 
-    def buffered() -> list[Tensor]:
-        """Return the gradients that Megatron's wrappers keep, which are views of a buffer."""
-        return [p.main_grad for p in tasks.model.parameters() if hasattr(p, "main_grad")]
+    def places() -> list[tuple[Any, str]]:
+        """Return parameters, with the attributes that have their gradients."""
+        # Megatron's wrappers keep gradients in main_grad, which is a view of a buffer.
+        buffered = [p for p in tasks.model.parameters() if hasattr(p, "main_grad")]
+        own = [(parameter, "grad") for parameter in tasks.step.parameters()]
+        return own + [(parameter, "main_grad") for parameter in buffered]
 
-    def capture() -> tuple[list[Tensor | None], list[Tensor]]:
+    def capture() -> list[Tensor | None]:
         tasks.gradients.reduction.finish()
         # Copies, since a gradient is often a view of a bucket, to which the next backward writes.
-        parameters = tasks.step.parameters()
-        own = [None if p.grad is None else p.grad.detach().clone() for p in parameters]
-        return own, [gradient.clone() for gradient in buffered()]
+        present = (getattr(*place) for place in places())
+        return [None if gradient is None else gradient.detach().clone() for gradient in present]
 
-    def restore(captured: tuple[list[Tensor | None], list[Tensor]]) -> None:
-        own, copies = captured
-        for parameter, gradient in zip(tasks.step.parameters(), own, strict=True):
-            if gradient is None or parameter.grad is None:
-                parameter.grad = None if gradient is None else gradient.clone()
+    def restore(captured: list[Tensor | None]) -> None:
+        for (parameter, name), gradient in zip(places(), captured, strict=True):
+            present = getattr(parameter, name)
+            if gradient is None or present is None:
+                setattr(parameter, name, None if gradient is None else gradient.clone())
             else:
-                parameter.grad.copy_(gradient)
-        for gradient, copy in zip(buffered(), copies, strict=True):
-            gradient.copy_(copy)
+                present.copy_(gradient)
 
     return DeclaredIO(capture, restore, "gradients", mode)

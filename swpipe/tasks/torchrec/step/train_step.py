@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -105,18 +106,14 @@ class TrainStep:
         Raises:
             TypeError: The losses are neither a tensor nor a dict of tensors.
         """
-        if isinstance(losses, Tensor):
-            return torch.sum(losses, dim=0)
-        parts = list(losses.values()) if isinstance(losses, Mapping) else []
+        parts = [*losses.values()] if isinstance(losses, Mapping) else [losses]
         if not parts or not all(isinstance(part, Tensor) for part in parts):
             raise TypeError(
                 f"the losses are {shown(losses)}; give a tensor or a dict of tensors "
                 "(TrainStep.on_losses can convert them)"
             )
-        total: Tensor = torch.sum(parts[0], dim=0)
-        for part in parts[1:]:
-            total = total + torch.sum(part, dim=0)
-        return total
+        # Not sum(), which would add the first loss to 0.
+        return reduce(torch.add, (torch.sum(part, dim=0) for part in parts))
 
     def zero_grad(self) -> None:
         """Clear the gradients at the beginning of a step."""
