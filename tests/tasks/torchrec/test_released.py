@@ -23,7 +23,6 @@ from swpipe.tasks.torchrec import (
 )
 from swpipe.tasks.torchrec.embedding_tables.released import MARK, Released, Releases
 from swpipe.tasks.torchrec.rewriting.exchanged import CallInputs
-from swpipe.tasks.torchrec.rewriting.postproc import PostprocResults
 from tests.support.ranks import Ranks
 from tests.tasks.torchrec.models import (
     CPU,
@@ -84,9 +83,7 @@ def test_what_one_module_copies_stays_for_another_that_does_not() -> None:
     inputs = {"tables": CallInputs([ids], {})}
     contexts = [SimpleNamespace(early_releasable_inputs=[copied]), SimpleNamespace(kept=kept)]
     modules = dict(enumerate(contexts))
-    context: Any = SimpleNamespace(
-        computed=PostprocResults(), inputs=inputs, module_contexts=modules
-    )
+    context: Any = SimpleNamespace(computed=None, inputs=inputs, module_contexts=modules)
     releases.started(context)
     assert isinstance(ids.values(), Released)
     assert isinstance(ids.lengths(), Released)

@@ -149,7 +149,9 @@ class Releases:
     def started(self, context: SparseDistContext) -> None:
         """Release the ids that the modules have copied; all exchanges of the batch have started."""
         for module_context in context.module_contexts.values():
-            copied = getattr(module_context, "early_releasable_inputs", [])
+            copied = getattr(module_context, "early_releasable_inputs", ())
+            if not copied:
+                continue
             gone = _storages(tensor for features in copied for tensor in _tensors(features))
             for lent, features in product(copied, _inputs(context)):
                 if features.values() is lent.values():
@@ -157,9 +159,8 @@ class Releases:
                     # module has computed on its copy are taken over to the batch's object, whose
                     # tensors are released next.
                     vars(features).update(vars(lent))
-            if copied:
-                self._release(context, gone)
-                copied.clear()
+            self._release(context, gone)
+            copied.clear()
 
     def sent(self, context: SparseDistContext) -> None:
         """Wait for the exchange of a batch's ids and release the ids that this rank has sent."""
@@ -181,7 +182,8 @@ class Releases:
                 # done.
                 self._device.hold([features], [self._device.current_stream()])
                 _empty(features, gone)
-        for call in (*context.inputs.values(), *context.computed.calls.values()):
+        computed = () if context.computed is None else context.computed.calls.values()
+        for call in (*context.inputs.values(), *computed):
             call.forget(gone)
 
 

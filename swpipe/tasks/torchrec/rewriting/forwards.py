@@ -50,14 +50,14 @@ class SparseDistContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
 
     Attributes:
         version: 1 tells TorchRec's code that each batch has a context of its own.
-        computed: The results of modules that ran ahead of the forward.
+        computed: The results of modules that ran ahead of the forward; None without any.
         inputs: The inputs of each module, which are exchanged.
         embeddings: Each module's embeddings, as awaitables.
         seams: The cut in the autograd graph at each module's embeddings.
     """
 
     version: int = 1
-    computed: PostprocResults = field(default_factory=PostprocResults)
+    computed: PostprocResults | None = None
     inputs: dict[str, CallInputs] = field(default_factory=dict)
     embeddings: dict[str, Any] = field(default_factory=dict)
     seams: dict[str, Seam] = field(default_factory=dict)

@@ -35,7 +35,7 @@ class PostprocResults:
     arguments, as all modules have left them.
     """
 
-    iteration: int | None = None
+    iteration: int
     values: dict[str, Any] = field(default_factory=dict)
     calls: dict[str, CallInputs] = field(default_factory=dict)
     autocast: tuple[bool, torch.dtype] | None = None

@@ -229,11 +229,12 @@ class Rewrite:
         for rewrite in self.others:
             rewrite.detach()
 
-    def compute(self, batch: Any, iteration: int) -> PostprocResults:
+    def compute(self, batch: Any, iteration: int) -> PostprocResults | None:
         """Run the modules that compute inputs, if any; the first batch calls ``prepare``."""
         if not self.attached:
             self._attach_first(batch)
-        return compute_ahead(self.postprocs, batch, iteration, self._device)
+        postprocs = self.postprocs
+        return compute_ahead(postprocs, batch, iteration, self._device) if postprocs else None
 
     def start(self, batch: Any, context: SparseDistContext) -> None:
         """Start the exchange of the sizes of one batch's ids; the first batch calls ``prepare``.
@@ -245,7 +246,7 @@ class Rewrite:
             self._attach_first(batch)
         # Results of modules that ran ahead are looked up by the name of the module, the batch by
         # "".
-        source = {BATCH: batch, **context.computed.values}
+        source = {BATCH: batch, **({} if context.computed is None else context.computed.values)}
         for forward in self.forwards:
             name = forward.name
             module = forward._module

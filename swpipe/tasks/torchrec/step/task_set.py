@@ -192,9 +192,8 @@ class SparseDistTasks:
 
     def start_input_dist(self, ctx: IterContext) -> None:
         """Start the exchange of the sizes of ids."""
-        ctx.pipeline = SparseDistContext(index=ctx.iter_idx)
-        if self.options.pipeline_postproc:
-            ctx.pipeline.computed = ctx.postproc
+        computed = ctx.postproc if self.options.pipeline_postproc else None
+        ctx.pipeline = SparseDistContext(index=ctx.iter_idx, computed=computed)
         self.functions["start_input_dist"](ctx.batch, ctx.pipeline)
 
     def wait_input_dist(self, ctx: IterContext) -> None:
