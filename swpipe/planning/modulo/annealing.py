@@ -27,12 +27,15 @@ from dataclasses import replace
 
 from swpipe.planning.modulo.estimate import Estimator
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
-from swpipe.planning.modulo.moves import MovableSchedule
+from swpipe.planning.modulo.moves import Moves
 from swpipe.planning.modulo.schedule_graph import TOLERANCE
 from swpipe.planning.modulo.starts import packed
 
-_MOVES_PER_TASK = 24
-"""The number of moves in a run, per task."""
+_MOVES = 6.4
+"""The number of moves in a run, divided by the number of tasks to the power of 1.5.
+
+A long loop needs one long run; a short one gains more by restarts.
+"""
 
 _FIRST_TEMPERATURE = 0.5
 _LAST_TEMPERATURE = 0.042
@@ -52,6 +55,13 @@ _MIXED = 0.5
 
 _SIMULATION = 45
 """The time of a simulation, in estimates."""
+
+_PER_SIMULATION = 120
+"""The least number of estimates per simulation.
+
+A run through a long loop improves its schedule hundreds of times. If each time were simulated, no
+time would be left for moves.
+"""
 
 
 class Annealer:
@@ -83,6 +93,7 @@ class Annealer:
         # A fixed seed for each pair of limits: the same input gives the same plan.
         self._rng = random.Random(1_000 * estimator.threads + estimator.depth)
         self._graph = estimator.graph
+        self._moves = Moves(self._graph, estimator.threads, estimator.depth, self._rng.random)
         self._operations = self._graph.size * (2 if self._graph.streams else 1)
         self._answers: dict[ModuloSchedule, float] = {}
 
@@ -109,12 +120,12 @@ class Annealer:
         graph = self._graph
         estimator = self._estimator
         random = self._rng.random
-        moves = _MOVES_PER_TASK * graph.size
+        moves = int(_MOVES * graph.size**1.5)
         temperature = _FIRST_TEMPERATURE / graph.size
         # Geometric cooling: after ``moves`` moves the temperature is the last one.
         cooling = (_LAST_TEMPERATURE / _FIRST_TEMPERATURE) ** (1 / moves)
-        here = MovableSchedule(graph, start, estimator.threads, estimator.depth, random)
-        cost = self._cost(here, math.inf)
+        schedule = start
+        cost = self._cost(schedule, math.inf)
         critical = estimator.critical()
         for _ in range(moves):
             if self.done or self.work >= work:
@@ -124,26 +135,27 @@ class Annealer:
             # Drawing the limit first is the same, and lets the estimate stop early.
             limit = cost * (1 - temperature * math.log(1 - random()))
             tasks = critical if random() < _CRITICAL else range(graph.size)
+            task = tasks[int(random() * len(tasks))]
             self.work += 1
-            moved = here.move(tasks[int(random() * len(tasks))], to_threads=to_threads)
-            new = self._cost(here, limit) if moved else math.inf
-            # After a start without a valid estimate the cost is infinite, and so is the limit.
-            if not moved or new > limit:
-                here.undo()
-                continue
-            here.keep()
-            cost = new
-            critical = estimator.critical()
+            moved = self._moves.move(schedule, task, to_threads=to_threads)
+            if moved is not None and (moved_cost := self._cost(moved, limit)) <= limit:
+                schedule = moved
+                cost = moved_cost
+                critical = estimator.critical()
+        # The last schedule of a run is nearly its best.
+        self._ask(schedule)
 
-    def _cost(self, here: MovableSchedule, limit: float) -> float:
+    def _cost(self, schedule: ModuloSchedule, limit: float) -> float:
         """Return the estimated cost, plus the known error of the estimate if it was simulated."""
         estimator = self._estimator
         self.work += self._operations
-        cost = estimator.cost(here.order, here.thread, here.stage, limit)
+        cost = estimator.cost(schedule, limit)
         estimate_us = estimator.ii_us
-        if cost > limit or estimate_us >= self.ii_us * (1 - TOLERANCE):
+        estimates = self.work / self._operations
+        is_better = cost <= limit and estimate_us < self.ii_us * (1 - TOLERANCE)
+        if not is_better or len(self._answers) * _PER_SIMULATION > estimates:
             return cost
-        return cost + max(0.0, self._ask(here.schedule) - estimate_us)
+        return cost + max(0.0, self._ask(schedule) - estimate_us)
 
     def _ask(self, schedule: ModuloSchedule) -> float:
         """Return the simulated interval; a better one makes the schedule the incumbent."""
@@ -177,8 +189,9 @@ class Annealer:
             )
             if thread is not None:
                 self.work += self._operations
-                cost = estimator.cost(start.order, thread, start.stage, best_cost)
+                schedule = replace(start, thread=thread)
+                cost = estimator.cost(schedule, best_cost)
                 if cost < best_cost:
-                    best = replace(start, thread=thread)
+                    best = schedule
                     best_cost = cost
         return best

@@ -497,10 +497,9 @@ def _admits(graph: ScheduleGraph, limits: Limits) -> None:
     # The tasks that would have to be in a later stage than the frozen tasks.
     stages = least_stages(graph.deps, dict.fromkeys(graph.frozen, 0))
     late = [graph.names[v] for v, stage in stages.items() if stage > 0]
-    least = max(graph.least_stages) + 1
-    if least > limits.in_flight:
+    if graph.least_depth > limits.in_flight:
         what = f"the limit of {counted(limits.in_flight, 'iteration')} in flight admits no plan"
-        mend = f"set in_flight to {least} or more"
+        mend = f"set in_flight to {graph.least_depth} or more"
     elif late:
         frozen = listed(sorted(limits.frozen))
         what = f"the limits freeze {frozen} in the last stage, but {listed(late)} must be later"

@@ -21,9 +21,9 @@ decides; but the estimate takes only about a microsecond per task.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
+from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
 from swpipe.planning.modulo.schedule_graph import CALLERS_STREAM, ScheduleGraph
 
 _IDLE_WEIGHT = 0.1
@@ -33,14 +33,9 @@ Of two schedules with equal intervals, the one with shorter rows is nearer to a 
 """
 
 
-class _Into(NamedTuple):
-    """An edge into an operation: tail, its task, time, extra time across threads, and distance."""
-
-    tail: int
-    producer: int
-    time_us: float
-    across_us: float
-    distance: int
+# A plain tuple, because the inner loop unpacks it: Python unpacks a named tuple more slowly.
+_Into: TypeAlias = tuple[int, int, tuple[float, float], int]
+"""An edge into an operation: tail, its task, times on one thread and across two, and distance."""
 
 
 class Estimator:
@@ -60,7 +55,6 @@ class Estimator:
         self.threads = threads
         self.depth = depth
         self.ii_us = math.inf
-        self._rows = threads + len(graph.uses)
         # All that does not depend on the schedule is computed once, because ``cost`` runs for each
         # move.
         count = len(graph.names)
@@ -68,7 +62,7 @@ class Estimator:
         for tail, head, time_us, distance in (*graph.edges, *graph.frame_edges(depth)):
             if tail % count != head % count or head >= count:
                 over = graph.handover_us if head < count else 0.0
-                into[head].append(_Into(tail, tail % count, time_us, over, distance))
+                into[head].append((tail, tail % count, (time_us, time_us + over), distance))
         # Row -1 stands for the thread of the task, which the schedule chooses. <admit> and <retire>
         # take no time on it.
         held = [[(-1, us)] for us in (*graph.launch_us, 0.0, 0.0)]
@@ -80,6 +74,7 @@ class Estimator:
             if name == CALLERS_STREAM:
                 # <retire> is the last operation in the caller's stream.
                 held[graph.device(graph.retire)].append((row, 0.0))
+        self._work_us = [0.0] * threads + [sum(uses.values()) for uses in graph.uses.values()]
         operations = 2 * count if graph.streams else count
         self._operations = [
             [(v, into[v], held[v]) for v in range(task, operations, count)] for task in range(count)
@@ -88,45 +83,38 @@ class Estimator:
         self._cause = [-1] * (2 * count)
         self._limiting = -1
 
-    def cost(
-        self,
-        order: Sequence[int],
-        thread: Sequence[int],
-        stage: Sequence[int],
-        limit_us: float = math.inf,
-    ) -> float:
+    def cost(self, schedule: ModuloSchedule, limit_us: float = math.inf) -> float:
         """Return the interval of a schedule in microseconds, plus a small weight of idle time.
 
         The estimate of a schedule that costs more than ``limit_us`` may stop and return infinity.
         """
         at = self._at
         cause = self._cause
-        free = [0.0] * self._rows
-        first = [-1.0] * self._rows
-        last = [-1] * self._rows
+        order, thread, stage = self._framed(schedule)
+        # The time of each row: its work, to which its idle time is added.
+        row_us = self._work_us.copy()
+        for v, host_us in enumerate(self.graph.host_us):
+            row_us[thread[v]] += host_us
+        free = [0.0] * len(row_us)
+        last = [-1] * len(row_us)
         # The caller's thread begins with ``<retire>`` of the period before.
-        first[0] = 0.0
-        order, thread, stage = self._framed(order, thread, stage)
-        later: list[tuple[int, int, _Into]] = []
+        last[0] = self.graph.retire
+        later: list[tuple[int, int, float, int]] = []
         for task in order:
             mine = thread[task]
             s = stage[task]
             start = 0.0
             for operation, into, held in self._operations[task]:
                 because = -1
-                for edge in into:
-                    tail, producer, time_us, across_us, distance = edge
+                for tail, producer, times_us, distance in into:
+                    wait_us = times_us[thread[producer] != mine]
                     # Edges of a greater lag bind a later period: they are checked when all starts
                     # are known.
                     if lag := s - stage[producer] + distance:
-                        later.append((operation, lag, edge))
-                    else:
-                        ready = at[tail] + time_us
-                        if across_us and thread[producer] != mine:
-                            ready += across_us
-                        if ready > start:
-                            start = ready
-                            because = tail
+                        later.append((tail, operation, wait_us, lag))
+                    elif at[tail] + wait_us > start:
+                        start = at[tail] + wait_us
+                        because = tail
                 for row, _ in held:
                     k = mine if row < 0 else row
                     if free[k] > start:
@@ -137,19 +125,20 @@ class Estimator:
                 at[operation], cause[operation] = start, because
                 for row, time_us in held:
                     k = mine if row < 0 else row
-                    free[k], last[k] = start + time_us, operation
-                    if first[k] < 0:
-                        first[k] = start
-                    elif start + time_us - first[k] > limit_us:
+                    if last[k] >= 0:
+                        row_us[k] += start - free[k]
+                    if row_us[k] > limit_us:
                         return math.inf
-        self.ii_us = self._later_time(self._row_time(free, first, last), later, thread)
-        idle = sum(free[k] - first[k] for k in range(self.threads) if first[k] >= 0)
-        return self.ii_us + _IDLE_WEIGHT * idle / self.threads
+                    free[k], last[k] = start + time_us, operation
+        times = [*zip(row_us, last, strict=True)]
+        times += [((at[tail] + us - at[head]) / lag, tail) for tail, head, us, lag in later]
+        self.ii_us, self._limiting = max(times)
+        return self.ii_us + _IDLE_WEIGHT * sum(row_us[: self.threads]) / self.threads
 
-    def _framed(
-        self, order: Sequence[int], thread: Sequence[int], stage: Sequence[int]
-    ) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    def _framed(self, schedule: ModuloSchedule) -> tuple[list[int], list[int], list[int]]:
         """Return the order, threads and stages with those of ``<admit>`` and ``<retire>``."""
+        order = schedule.order
+        stage = schedule.stage
         oldest = max(stage)
         newest = oldest - self.depth + 1
         place = 0
@@ -160,7 +149,7 @@ class Estimator:
             place = next(of_newest, len(order))
         admit = self.graph.admit
         framed = [*order[:place], admit, *order[place:], self.graph.retire]
-        return framed, [*thread, 0, 0], [*stage, newest, oldest]
+        return framed, [*schedule.thread, 0, 0], [*stage, newest, oldest]
 
     def critical(self) -> list[int]:
         """Return the tasks that set the last estimate's interval, each waiting for the next."""
@@ -171,28 +160,3 @@ class Estimator:
             operation = self._cause[operation]
         size = self.graph.size
         return [v for v in tasks if v < size] or list(range(size))
-
-    def _row_time(
-        self, free: Sequence[float], first: Sequence[float], last: Sequence[int]
-    ) -> float:
-        longest = 0.0
-        self._limiting = last[0]
-        for row in range(self._rows):
-            if first[row] >= 0 and free[row] - first[row] > longest:
-                longest = free[row] - first[row]
-                self._limiting = last[row]
-        return longest
-
-    def _later_time(
-        self, us: float, later: Sequence[tuple[int, int, _Into]], thread: Sequence[int]
-    ) -> float:
-        count = len(self.graph.names)
-        at = self._at
-        for head, lag, (tail, producer, time_us, across_us, _) in later:
-            after = at[tail] + time_us - at[head]
-            if thread[producer] != thread[head % count]:
-                after += across_us
-            if after > us * lag:
-                us = after / lag
-                self._limiting = tail
-        return us

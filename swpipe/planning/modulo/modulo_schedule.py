@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from swpipe.core.dependence import topological
 from swpipe.core.plan import DEFAULT_GROUP, PipelinePlan
@@ -31,14 +33,17 @@ class ModuloSchedule:
 
 
 def period_order_of(graph: ScheduleGraph, stages: Sequence[int]) -> tuple[int, ...]:
-    """Return the tasks in the order of a period: serial as far as dependences allow.
+    """Return the tasks in the order of a period: a task of each stage in turn.
+
+    Within a stage tasks are in serial order as far as dependences allow.
 
     Raises:
         CycleError: The dependences within a period form a cycle.
     """
     # Only dependences of lag 0 order two tasks within a period.
     edges = [(str(c), str(p)) for c, p, d in graph.deps if stages[c] - stages[p] + d == 0]
-    rank = {str(v): (place,) for place, v in enumerate(graph.serial)}
+    places: dict[int, Iterator[int]] = defaultdict(count)
+    rank = {str(v): (next(places[stages[v]]), stages[v]) for v in graph.serial}
     return tuple(map(int, topological(rank, edges)))
 
 

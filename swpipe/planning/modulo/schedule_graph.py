@@ -75,7 +75,7 @@ class ScheduleGraph:
         frozen: Tasks that stay on the caller's thread, in the last stage. A consumer of such a task
             in the same iteration is in the last stage too, because of its dependence.
         serial: The tasks in the order of a serial run.
-        least_stages: The least stage that each task can have: above 0 only if ``same_period_deps``
+        least_depth: The least number of iterations in flight: above 1 only if ``same_period_deps``
             reach into later iterations.
         handover_us: The time until a thread that waited for another one runs again.
         pull_us: The time that a pull takes, on the caller's thread or in ``pull_group``.
@@ -95,7 +95,7 @@ class ScheduleGraph:
     deps: tuple[tuple[int, int, int], ...]
     frozen: frozenset[int]
     serial: tuple[int, ...]
-    least_stages: tuple[int, ...]
+    least_depth: int
     handover_us: float
     pull_us: float = 0.0
     pull_group: str | None = None
@@ -226,7 +226,7 @@ def schedule_graph(
         deps=deps,
         frozen=fixed,
         serial=tuple(index[name] for name in resolved.serial_order),
-        least_stages=tuple(least_stages(deps, dict.fromkeys(tasks, 0)).values()),
+        least_depth=1 + max(least_stages(deps, dict.fromkeys(tasks, 0)).values()),
         handover_us=costs.handover_us,
         pull_us=costs.tasks.get(PULL, TaskCost()).total_us,
         pull_group=plan.pull_group,

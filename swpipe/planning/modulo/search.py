@@ -24,8 +24,7 @@ from swpipe.planning.modulo.schedule_graph import TOLERANCE, ScheduleGraph
 from swpipe.planning.modulo.starts import first_schedule, packed
 from swpipe.planning.simulation.interval import interval_us
 
-_WORK = 200_000
-_WORK_PER_TASK = 35_000
+_WORK_PER_TASK = 50_000
 """The usual effort, in estimated operations: about a second for 14 tasks."""
 
 _MOST_COUNTED = 200
@@ -58,11 +57,11 @@ class Search:
         self.graph = graph
         self._base = base
         self._costs = costs
-        self._work = effort * (_WORK + _WORK_PER_TASK * min(graph.size, _MOST_COUNTED))
+        self._work = effort * _WORK_PER_TASK * min(graph.size, _MOST_COUNTED)
 
     def bound_us(self, threads: int, depth: int) -> float:
         """Return a lower bound on the interval under limits on threads and iterations in flight."""
-        if depth <= max(self.graph.least_stages):
+        if depth < self.graph.least_depth:
             # There is no plan of so few stages.
             return math.inf
         return bounds_of(self.graph, threads, depth).ii_us
@@ -97,7 +96,7 @@ class Search:
 
     def serial(self) -> FoundPlan:
         """Return a plan on the caller's thread, in as few stages as possible."""
-        depth = max(self.graph.least_stages) + 1
+        depth = self.graph.least_depth
         schedule = first_schedule(self.graph, 1, depth)
         serial_plan = None if schedule is None else self.simulated(schedule, depth)
         if serial_plan is None:

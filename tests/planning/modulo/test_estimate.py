@@ -13,8 +13,8 @@ from swpipe.core.costs import CostModel, TaskCost
 from swpipe.core.resolved import resolve_plan
 from swpipe.planning import Limits, simulate
 from swpipe.planning.modulo.estimate import Estimator
-from swpipe.planning.modulo.modulo_schedule import plan_of
-from swpipe.planning.modulo.moves import MovableSchedule
+from swpipe.planning.modulo.modulo_schedule import ModuloSchedule, plan_of
+from swpipe.planning.modulo.moves import Moves
 from swpipe.planning.modulo.schedule_graph import schedule_graph
 from swpipe.planning.modulo.starts import first_schedule
 from tests.planning.instances import Instance, held_back, instance
@@ -57,15 +57,15 @@ def test_without_contention_no_estimate_is_too_low() -> None:
         threads = given.limits.groups
         first = first_schedule(graph, threads, DEPTH)
         assert first is not None
-        here = MovableSchedule(graph, first, threads, DEPTH, rng.random)
+        moves = Moves(graph, threads, DEPTH, rng.random)
+        schedule = first
         estimator = Estimator(graph, threads, DEPTH)
         for _ in range(12):
             for _ in range(4):
-                if here.move(rng.randrange(graph.size), to_threads=True):
-                    here.keep()
-                here.undo()
-            estimator.cost(here.order, here.thread, here.stage)
-            plan = plan_of(given.plan, graph, here.schedule, DEPTH)
+                task = rng.randrange(graph.size)
+                schedule = moves.move(schedule, task, to_threads=True) or schedule
+            estimator.cost(schedule)
+            plan = plan_of(given.plan, graph, schedule, DEPTH)
             assert plan is not None
             simulated_us = simulate(plan, given.costs, streams=given.streams).ii_us
             assert simulated_us <= estimator.ii_us * (1 + 1e-9)
@@ -76,7 +76,7 @@ def test_without_contention_no_estimate_is_too_low() -> None:
 def test_a_wait_for_another_thread_costs_a_handover() -> None:
     """The task on a worker waits for its admission, its consumer for it, and <retire> for that."""
     estimator = Estimator(host_work(300, 500, handover_us=20), threads=2, depth=1)
-    estimator.cost((0, 1), (1, 0), (0, 0))
+    estimator.cost(ModuloSchedule((1, 0), (0, 0), (0, 1)))
     assert estimator.ii_us == 20 + 300 + 20 + 500
 
 
@@ -84,14 +84,14 @@ def test_admission_is_waited_for_in_later_stages_too() -> None:
     """A worker's task begins a period later: it takes at least the time to wake up."""
     graph = host_work(100, 100, 100, chain=False, handover_us=1_000)
     estimator = Estimator(graph, threads=2, depth=3)
-    estimator.cost((0, 1, 2), (0, 1, 0), (0, 1, 2))
+    estimator.cost(ModuloSchedule((0, 1, 0), (0, 1, 2), (0, 1, 2)))
     assert estimator.ii_us == 1_000
 
 
 def test_an_iteration_ends_when_the_last_worker_has_said_so() -> None:
     """The worker ends at 1,100; the caller's next period of 100 follows."""
     estimator = Estimator(host_work(100, 100, chain=False, handover_us=1_000), threads=2, depth=2)
-    estimator.cost((0, 1), (1, 0), (0, 1))
+    estimator.cost(ModuloSchedule((1, 0), (0, 1), (0, 1)))
     assert estimator.ii_us == 1_000 + 100 + 1_000 - 100
 
 
@@ -107,24 +107,25 @@ def test_the_host_waits_for_the_device_where_it_may_not_run_ahead(
     costs = CostModel({"a": TaskCost(300, device_us=500, blocks=blocks)})
     graph = schedule_graph(resolve_plan(plan), costs, streams=True)
     estimator = Estimator(graph, threads=1, depth=1)
-    estimator.cost((0,), (0,), (0,))
+    estimator.cost(ModuloSchedule((0,), (0,), (0,)))
     assert estimator.ii_us == simulate(replace(plan, pipeline_depth=1), costs).ii_us == ii_us
 
 
 def test_a_schedule_above_the_limit_is_given_up() -> None:
     """It costs infinity; at the limit itself it has its usual cost."""
     estimator = Estimator(host_work(300, 500), threads=1, depth=1)
-    cost = estimator.cost((0, 1), (0, 0), (0, 0))
-    assert estimator.cost((0, 1), (0, 0), (0, 0), limit_us=cost) == cost
-    assert estimator.cost((0, 1), (0, 0), (0, 0), limit_us=799) == math.inf
+    schedule = ModuloSchedule((0, 0), (0, 0), (0, 1))
+    cost = estimator.cost(schedule)
+    assert estimator.cost(schedule, limit_us=cost) == cost
+    assert estimator.cost(schedule, limit_us=799) == math.inf
 
 
 def test_of_two_schedules_with_one_interval_that_with_less_waiting_costs_less() -> None:
     """The worker's last task waits for the caller's task, or for nothing one stage later."""
     estimator = Estimator(host_work(100, 300, 100), threads=2, depth=2)
-    waiting = estimator.cost((0, 1, 2), (1, 0, 1), (1, 1, 1))
+    waiting = estimator.cost(ModuloSchedule((1, 0, 1), (1, 1, 1), (0, 1, 2)))
     assert estimator.ii_us == 500
-    at_once = estimator.cost((2, 0, 1), (1, 0, 1), (0, 0, 1))
+    at_once = estimator.cost(ModuloSchedule((1, 0, 1), (0, 0, 1), (2, 0, 1)))
     assert estimator.ii_us == 500
     assert at_once < waiting
 
@@ -132,6 +133,6 @@ def test_of_two_schedules_with_one_interval_that_with_less_waiting_costs_less() 
 def test_critical_tasks_are_those_that_set_the_interval() -> None:
     """These are the last one and what it waited for, not the one on a separate thread."""
     estimator = Estimator(host_work(300, 500, 100), threads=2, depth=2)
-    estimator.cost((2, 0, 1), (0, 0, 1), (0, 0, 1))
+    estimator.cost(ModuloSchedule((0, 0, 1), (0, 0, 1), (2, 0, 1)))
     assert estimator.ii_us == 800
     assert estimator.critical() == [1, 0]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from swpipe.planning.modulo.modulo_schedule import ModuloSchedule
-from swpipe.planning.modulo.moves import MovableSchedule
+from swpipe.planning.modulo.moves import Moves
 from swpipe.planning.modulo.schedule_graph import ScheduleGraph
 from swpipe.planning.modulo.starts import first_schedule, packed
 from tests.planning.instances import instance
@@ -37,25 +37,15 @@ def test_moves_keep_dependences_and_limits(number: int) -> None:
     start = first_schedule(graph, threads, depth)
     assert start is not None
     assert_valid(graph, start, threads, depth)
-    here, made = MovableSchedule(graph, start, threads, depth, rng.random), set()
+    moves, made = Moves(graph, threads, depth, rng.random), {start}
+    schedule = start
     for _ in range(400):
-        if here.move(rng.randrange(graph.size), to_threads=True):
-            assert_valid(graph, here.schedule, threads, depth)
-            made.add(here.schedule)
-            here.keep()
-        here.undo()
-    assert len(made) > 5
-
-
-def test_undo_goes_back_to_what_was_kept() -> None:
-    """This holds after a move that was abandoned half-way, too."""
-    graph, rng = host_work(100, 200, 300, chain=False), random.Random(1)
-    here = MovableSchedule(graph, ModuloSchedule((0, 0, 0), (0, 0, 0), (0, 1, 2)), 2, 2, rng.random)
-    kept = here.schedule
-    for _ in range(50):
-        here.move(rng.randrange(3), to_threads=True)
-        here.undo()
-        assert here.schedule == kept
+        moved = moves.move(schedule, rng.randrange(graph.size), to_threads=True)
+        if moved is not None:
+            assert_valid(graph, moved, threads, depth)
+            made.add(moved)
+            schedule = moved
+    assert len(made) > 6
 
 
 def test_tasks_stay_on_their_threads_where_that_is_asked() -> None:
@@ -63,13 +53,12 @@ def test_tasks_stay_on_their_threads_where_that_is_asked() -> None:
     graph, rng = graph_of(instance(3)), random.Random(1)
     start = first_schedule(graph, 3, 5)
     assert start is not None
-    here = MovableSchedule(graph, start, 3, 5, rng.random)
+    moves = Moves(graph, 3, 5, rng.random)
+    schedule = start
     for _ in range(100):
-        if here.move(rng.randrange(graph.size), to_threads=False):
-            here.keep()
-        here.undo()
-    assert here.schedule.thread == start.thread
-    assert here.schedule.stage != start.stage
+        schedule = moves.move(schedule, rng.randrange(graph.size), to_threads=False) or schedule
+    assert schedule.thread == start.thread
+    assert schedule.stage != start.stage
 
 
 def test_packed_tasks_fit_on_their_threads() -> None:
