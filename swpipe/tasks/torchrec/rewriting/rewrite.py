@@ -127,7 +127,8 @@ class Rewrite:
         # A cache that is filled on another stream needs the caller's, on which the model runs.
         self.home = device.current_stream()
         self._options = options
-        self._releases = Releases(options.memory, device)
+        # A step without memory options makes no call for them.
+        self._releases = Releases(options.memory, device) if options.memory else None
         self._inner = unwrapped(model)
         self._undo = ExitStack()
         self._fused = False
@@ -193,7 +194,7 @@ class Rewrite:
             # unless is_pipelined is set.
             self._set(forward._module, "forward", forward)
             self._set(forward._module, "is_pipelined", True)
-            if self._releases.marks(forward._module):
+            if self._releases is not None and self._releases.marks(forward._module):
                 self._set(forward._module, MARK, True)
         for postproc in self.postprocs:
             self._set(postproc._module, "forward", postproc)
@@ -253,12 +254,15 @@ class Rewrite:
             inputs = forward.args.values(source)
             # Noted before preprocess_input and input_dist, which may replace tensors of the input.
             context.inputs[name] = CallInputs(*inputs)
-            args, kwargs = module.preprocess_input(*self._releases.lent(inputs))
+            if self._releases is not None:
+                inputs = self._releases.lent(inputs)
+            args, kwargs = module.preprocess_input(*inputs)
             module_context = module.create_context()
             context.module_contexts[name] = module_context
             request = module.input_dist(module_context, *args, **kwargs)
             context.input_dist_splits_requests[name] = request
-        self._releases.started(context)
+        if self._releases is not None:
+            self._releases.started(context)
         # TorchRec's private _fuse_input_dist_splits groups the requests by process group, and fills
         # fused_splits_awaitables. Each of them is wrapped, so that a shortcut can wait again.
         fuse_input_dist_splits(context)
@@ -301,7 +305,8 @@ class Rewrite:
 
         ``counting`` takes the ids and returns a block, in which each module prefetches.
         """
-        self._releases.sent(context)
+        if self._releases is not None:
+            self._releases.sent(context)
         # TorchRec's prefetch takes the stream of the look-up, so that rows are kept for it; None if
         # both run on the same stream.
         forward_stream = None if self._device.current_stream() == self.home else self.home

@@ -284,7 +284,9 @@ class SparseDistTasks:
 
     def _use(self, ctx: IterContext) -> None:
         self.rewrite.use(ctx.pipeline, ctx.iter_idx)
-        self.gradients.set_reduction(ctx.iter_idx, trains=self.trains())
+        # Asked here, since each call costs host time in every step.
+        if self.step.accumulate > 1:
+            self.gradients.set_reduction(ctx.iter_idx, trains=self.trains())
 
     def _run_model(self, ctx: IterContext) -> None:
         # Kept in the context: the mode may change while the batch is in flight.

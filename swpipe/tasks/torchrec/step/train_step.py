@@ -106,7 +106,9 @@ class TrainStep:
         Raises:
             TypeError: The losses are neither a tensor nor a dict of tensors.
         """
-        parts = [*losses.values()] if isinstance(losses, Mapping) else [losses]
+        if isinstance(losses, Tensor):
+            return torch.sum(losses, dim=0)
+        parts = [*losses.values()] if isinstance(losses, Mapping) else []
         if not parts or not all(isinstance(part, Tensor) for part in parts):
             raise TypeError(
                 f"the losses are {shown(losses)}; give a tensor or a dict of tensors "
