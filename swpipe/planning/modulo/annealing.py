@@ -11,7 +11,8 @@ Every other run starts with a random distribution of tasks to threads, and keeps
 two tasks hardly ever find threads that are busy nearly all the time.
 
 The cost is an estimate. If it promises a better interval than that of the incumbent, the schedule
-is simulated, and no schedule twice, because a simulation takes much longer.
+is simulated. A simulation takes much longer, so no schedule is simulated twice, and simulations get
+a part of the work only.
 
 Sources: S. Kirkpatrick, C. D. Gelatt, M. P. Vecchi, "Optimization by simulated annealing" (Science
 220, 1983); E. Nowicki and C. Smutnicki, "A fast taboo search algorithm for the job shop problem"
@@ -92,9 +93,9 @@ class Annealer:
         self._goal_us = goal_us
         # A fixed seed for each pair of limits: the same input gives the same plan.
         self._rng = random.Random(1_000 * estimator.threads + estimator.depth)
-        self._graph = estimator.graph
-        self._moves = Moves(self._graph, estimator.threads, estimator.depth, self._rng.random)
-        self._operations = self._graph.size * (2 if self._graph.streams else 1)
+        graph = estimator.graph
+        self._moves = Moves(graph, estimator.threads, estimator.depth, self._rng.random)
+        self._operations = graph.size * (2 if graph.streams else 1)
         self._answers: dict[ModuloSchedule, float] = {}
 
     @property
@@ -115,16 +116,15 @@ class Annealer:
                 self.run(start, work)
             number += 1
 
-    def run(self, start: ModuloSchedule, work: float, *, to_threads: bool = True) -> None:
+    def run(self, schedule: ModuloSchedule, work: float, *, to_threads: bool = True) -> None:
         """Run one annealing from high to low temperature, or until ``work`` is done in all."""
-        graph = self._graph
         estimator = self._estimator
+        graph = estimator.graph
         random = self._rng.random
         moves = int(_MOVES * graph.size**1.5)
         temperature = _FIRST_TEMPERATURE / graph.size
         # Geometric cooling: after ``moves`` moves the temperature is the last one.
         cooling = (_LAST_TEMPERATURE / _FIRST_TEMPERATURE) ** (1 / moves)
-        schedule = start
         cost = self._cost(schedule, math.inf)
         critical = estimator.critical()
         for _ in range(moves):
@@ -170,8 +170,8 @@ class Annealer:
 
     def _distributed(self, start: ModuloSchedule) -> ModuloSchedule:
         """Return the start with the best of many random distributions of tasks to threads."""
-        graph = self._graph
         estimator = self._estimator
+        graph = estimator.graph
         best = start
         best_cost = math.inf
         for _ in range(_DISTRIBUTIONS):
