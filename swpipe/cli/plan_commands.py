@@ -50,6 +50,18 @@ KeepCosts = Annotated[
     Path | None,
     typer.Option("--keep-costs", metavar="OUT.json", help="Write the costs that were used."),
 ]
+Frozen = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TASK,TASK", help="Tasks to keep in the last stage, on the caller's thread."
+    ),
+]
+MaxBytes = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=2**63 - 1, metavar="BYTES", help="Memory limit; needs --costs with memory."
+    ),
+]
 PlanFile = Annotated[Path | None, options.file("OUT.toml", "Write the plan, as TOML or JSON.")]
 
 
@@ -177,22 +189,12 @@ def auto(
     workload: options.Workload = DEFAULT,
     in_flight: Annotated[int, options.count("Iterations in flight at most.", MOST_ITERATIONS)] = 5,
     groups: Annotated[int, options.count("Thread groups at most.", MOST_ITERATIONS)] = 4,
-    frozen: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TASK,TASK", help="Tasks to keep in the last stage, on the caller's thread."
-        ),
-    ] = None,
+    frozen: Frozen = None,
     seconds: Annotated[
         float,
         typer.Option(min=1, metavar="S", help="Seconds to measure, about, without a PLAN."),
     ] = TUNING_S,
-    max_bytes: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=2**63 - 1, metavar="BYTES", help="Memory limit; needs --costs with memory."
-        ),
-    ] = None,
+    max_bytes: MaxBytes = None,
     keep: KeepCosts = None,
     output: PlanFile = None,
     device: options.Device = None,

@@ -98,7 +98,7 @@ class AheadTasks:
         # The states of these generators after the iteration that was handed over last.
         self._after: dict[int, Tensor] = {}
         self._workers = workers
-        self._twice: range | None = None  # the numbers of the iterations that run twice
+        self._twice = range(0)  # the numbers of the iterations that run twice
         # The copied contexts, and what the tasks have left of them the first time.
         self._again: list[tuple[Any, int]] = []
         self._ahead = tuple(tasks[:ahead])
@@ -115,7 +115,7 @@ class AheadTasks:
             first: The number of the next iteration.
         """
         self._check = check
-        if self._workers > 1 and self._twice is None:
+        if self._workers > 1 and not self._twice:
             self._twice = range(first, first + _TWICE)
 
     def _before(self, task: PipelineTask) -> PipelineTask:
@@ -132,7 +132,7 @@ class AheadTasks:
                     self._check(ctx.batch, number)
                     iteration.batch = [*map(weakref.ref, parts_of(ctx.batch)[0])]
                     iteration.in_use = self._used_now()
-                    if self._twice is not None and number in self._twice:
+                    if number in self._twice:
                         iteration.copied = _copied(ctx)
                 # An iteration that has failed keeps its place, but runs no further task.
                 if iteration.failure is None:

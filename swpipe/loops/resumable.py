@@ -174,9 +174,10 @@ class ResumableLoop(Generic[Out]):
         # A pass that was left in the body of its last batch has a rest, if an empty one.
         if not (rest and current.left and current.ended):
             pipe = self.pipe
-            if isinstance(pipe, SWPipeline) and (
-                others := in_flight_of_others(pipe, current.iterator)
-            ):
+            others = 0
+            if isinstance(pipe, SWPipeline):
+                others = in_flight_of_others(pipe, current.iterator)
+            if others:
                 raise RuntimeError(
                     f"iterations are in flight ({others}) that are not of this loop: finish their "
                     "iterator, or call drain(), before you save"

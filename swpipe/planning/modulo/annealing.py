@@ -138,7 +138,10 @@ class Annealer:
             task = tasks[int(random() * len(tasks))]
             self.work += 1
             moved = self._moves.move(schedule, task, to_threads=to_threads)
-            if moved is not None and (moved_cost := self._cost(moved, limit)) <= limit:
+            if moved is None:
+                continue
+            moved_cost = self._cost(moved, limit)
+            if moved_cost <= limit:
                 schedule = moved
                 cost = moved_cost
                 critical = estimator.critical()
