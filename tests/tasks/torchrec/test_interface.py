@@ -210,6 +210,7 @@ def test_a_subclass_that_would_be_ignored_is_refused() -> None:
 def _private() -> list[tuple[str, str]]:
     """Return error messages, and their beginnings."""
     pipeline = made(ours.TrainPipelineSparseDist)
+    stream = {"emb_lookup_stream": "fast"}
     return [
         (
             refusal(lambda: pipeline.batches),
@@ -218,6 +219,10 @@ def _private() -> list[tuple[str, str]]:
         (
             refusal(lambda: pipeline.register_backward_hook("site", print)),
             "NotImplementedError: register_backward_hook('site')",
+        ),
+        (
+            refusal(lambda: made(ours.TrainPipelineFusedSparseDist, **stream)),
+            "ValueError: emb_lookup_stream is 'fast': give 'new', 'current' or 'data_dist'",
         ),
     ]
 

@@ -491,6 +491,13 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
     _kind = "split"
     _kind_alone = "ahead"
 
+    def _take(self) -> None:
+        stream = self._given["emb_lookup_stream"]
+        if stream not in ("new", "current", "data_dist"):
+            raise ValueError(
+                f"emb_lookup_stream is {stream!r}: give 'new', 'current' or 'data_dist'"
+            )
+
     def _options(self, kind: Kind) -> TaskOptions:
         # zero_grad hands the learning rates to fused tables, so its task decides which of them a
         # look-up takes.
